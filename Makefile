@@ -1,0 +1,48 @@
+# make demo | test | serve work from a bare checkout: they make the environment and the demo model first.
+# Override: VENV=path, PYTHON=python3.12, MODEL=path (any model instead of the demo model), PORT=30000, ARGS="more flags"
+
+VENV ?= .venv
+PYTHON ?=
+PORT ?= 30000
+ARGS ?=
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv model demo test lint serve clean distclean
+
+help:
+	@echo "make demo       start SGLang with OasisKV on the demo model and watch it work"
+	@echo "make test       run the tests (ARGS=\"-k name\" selects)"
+	@echo "make lint       ruff and mypy"
+	@echo "make serve      serve the demo model on port $(PORT) (MODEL=path, ARGS=\"flags\")"
+	@echo "make model      build or verify the demo model, and print its folder"
+	@echo "make venv       make $(VENV) and install everything into it"
+	@echo "make clean      remove caches and build output; make distclean: $(VENV) too"
+
+venv:
+	@PYTHON="$(PYTHON)" bash scripts/make_venv.sh "$(VENV)"
+
+model: venv
+	@$(BIN)/python -m oasis_sglang.cli model
+
+demo: model
+	@$(BIN)/python -m oasis_sglang.demo $(ARGS)
+
+test: model
+	$(BIN)/python -m pytest tests $(ARGS)
+
+lint: venv
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+serve: venv
+	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python -m oasis_sglang.cli model) || exit 1; \
+	exec $(BIN)/python -m sglang.launch_server --kv-backend oasis --model-path "$$model" --port $(PORT) $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -not -path './.git/*' -prune -exec rm -rf {} +
+
+# Only an environment that `make venv` made itself is removed.
+distclean: clean
+	@if [ -e "$(VENV)/.oasis-owned" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi

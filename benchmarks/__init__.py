@@ -1,0 +1,1 @@
+"""One file per question; run each with `python -m benchmarks.<name> --help`."""

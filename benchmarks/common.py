@@ -1,0 +1,105 @@
+"""What the benchmarks share: arguments, the servers they compare, where results go."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from oasis_sglang.serving import Client, Report, Server, oasis_flags
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to start the server; `name` is its key in the JSON, `label` its row in the table."""
+
+    name: str
+    label: str
+    flags: list[str] = field(default_factory=list)
+
+    @property
+    def is_oasis(self) -> bool:
+        return "oasis" in self.flags
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Options that every benchmark has."""
+    result = argparse.ArgumentParser(
+        description=description.strip(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--model-path", metavar="DIR", help="model folder (default: the demo model, built if missing)")
+    result.add_argument("--output", type=Path, metavar="FILE", help="JSON file (default: a new one in results/tmp/)")
+    result.add_argument("--dtype", default="auto", help="--dtype of every server (default: %(default)s)")
+    result.add_argument("--log-dir", type=Path, default=RESULTS / "tmp" / "logs", help="where servers write their logs")
+    result.add_argument("--server-flags", default="", metavar="'...'", help="more flags for every server")
+    result.add_argument("--oasis-config", default="", metavar="key=value,...", help="more keys for every oasis server")
+    return result
+
+
+def model_path(arguments: argparse.Namespace) -> str:
+    """The folder given, `OASIS_TEST_MODEL`, or the demo model."""
+    if given := arguments.model_path or os.environ.get("OASIS_TEST_MODEL"):
+        return str(given)
+    from oasis_sglang.model import ensure_model
+
+    return str(ensure_model().path)
+
+
+def dense(tokens: int, label: str = "dense SGLang (torch_native)") -> Variant:
+    """Stock SGLang, with a KV pool that holds `tokens`."""
+    return Variant("dense", label, ["--max-total-tokens", str(tokens)])
+
+
+def oasis(
+    arguments: argparse.Namespace, name: str, label: str, config: Mapping[str, Any], device_tokens: int
+) -> Variant:
+    """The backend with `config`, overridden by the command line's `--oasis-config`."""
+    return Variant(name, label, oasis_flags({**config, **_pairs(arguments.oasis_config)}, device_tokens))
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    """`a=1,b=skip` as a mapping; numbers become numbers."""
+    result: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            result[key.strip()] = float(value) if "." in value else int(value)
+        except ValueError:
+            result[key.strip()] = value.strip()
+    return result
+
+
+def server(arguments: argparse.Namespace, variant: Variant, model: str, more: list[str] | None = None) -> Server:
+    """A server of this variant, not started."""
+    flags = [*variant.flags, "--dtype", arguments.dtype, *(more or []), *shlex.split(arguments.server_flags)]
+    return Server(model, flags, log_path=arguments.log_dir / f"{variant.name}.log")
+
+
+@contextmanager
+def started(
+    arguments: argparse.Namespace, variant: Variant, model: str, console: Console, more: list[str] | None = None
+) -> Iterator[tuple[Server, Client]]:
+    """A running server of this variant and its client."""
+    instance = server(arguments, variant, model, more)
+    with console.status(f"Starting {variant.label}; log in {instance.log_path}"):
+        instance.start()
+    try:
+        yield instance, Client(instance.url)
+    finally:
+        instance.stop()
+
+
+def write(report: Report, arguments: argparse.Namespace) -> Path:
+    """Write the report where the command line says, or to a new file in results/tmp/."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    return report.write(arguments.output or RESULTS / "tmp" / f"{report.name}-{stamp}.json")

@@ -1,0 +1,101 @@
+"""The ops a device must offer. Signatures fold KV heads into the page axis, so that a per-head page table is ordinary
+paged attention with one KV head: batch = sequences x KV heads, group = query heads per KV head.
+
+Shapes use: n sequences, t query tokens per sequence, Hq query heads, H KV heads, G = Hq / H, D head dim, P page size,
+N page-table columns, R pool rows (pages x H). A pool row `page * H + head` is one (page, head) piece. Query head j
+belongs to KV head j // G.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class TableLayout:
+    """What is the same for every layer of a step: which lanes of the page table hold tokens.
+
+    The table of sequence i lists its pages in order; the first `tokens[i]` lanes are valid, and the last t of them
+    are the query tokens themselves, so query token j sees `tokens[i] - (t - 1 - j)` lanes (a causal tail).
+    """
+
+    def __init__(self, tokens: torch.Tensor, columns: int, page_size: int, queries: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            tokens: `[n]` valid lanes per sequence, at least `queries`, at most `columns * page_size`; 0 for an empty
+                (padded) sequence, whose output is zero.
+            columns: N.
+            queries: t.
+            dtype: of the queries; the mask is added to their scores.
+        """
+        lanes = columns * page_size
+        if int(tokens.amax()) > lanes:
+            raise ValueError(f"{int(tokens.amax())} tokens do not fit {columns} columns of {page_size}")
+        lane = torch.arange(lanes, device=tokens.device)
+        seen = tokens.view(-1, 1) - torch.arange(queries - 1, -1, -1, device=tokens.device)  # [n, t]
+        visible = lane < seen.unsqueeze(-1)  # [n, t, lanes]
+        self.tokens = tokens
+        self.columns = columns
+        self.queries = queries
+        self.page_size = page_size
+        self.empty = tokens == 0
+        self.has_empty = bool(self.empty.any())
+        zero = torch.zeros((), dtype=dtype, device=tokens.device)
+        # An empty sequence sees lane 0, so that softmax stays finite; its output is overwritten.
+        visible = visible | (self.empty.view(-1, 1, 1) & (lane == 0))
+        self.mask = torch.where(visible, zero, zero - torch.inf).unsqueeze(1)  # [n, 1, t, lanes]
+        # (sequence, lane) pairs of the last page that hold no token; the columns past it name the reserved page
+        end = -(-tokens // page_size) * page_size
+        self.unwritten = ((lane >= tokens.view(-1, 1)) & (lane < end.view(-1, 1))).nonzero(as_tuple=True)
+
+
+class AttentionOps(Protocol):
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        table: torch.Tensor,
+        layout: TableLayout,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of each query token over the tokens its page table names.
+
+        Args:
+            q: `[n, t, Hq, D]`.
+            k_rows, v_rows: `[R, P * D]`, the pool; rows that the table does not name may hold anything, NaN included,
+                and so may lanes past a sequence's `tokens`.
+            table: `[n, H, N]` int64 pool rows; columns past a sequence's pages name a row of the reserved page, which
+                is finite.
+
+        Returns:
+            `[n, t, Hq, D]`; zero for an empty sequence.
+        """
+
+    def score_pages(
+        self, q: torch.Tensor, summaries: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """How much each page may matter to a query: Quest's upper bound of q.k from the page's smallest and largest
+        key, softmaxed over pages, mean over the query heads of a KV head.
+
+        Args:
+            q: `[n, Hq, D]`.
+            summaries: `[R, 2 * D]` largest then smallest key.
+            rows: `[n, H, N]` int64 rows of `summaries`.
+            pages: `[n]` columns that count; the others score -inf.
+
+        Returns:
+            `[n, H, N]` float32.
+        """
+
+    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float) -> torch.Tensor:
+        """Causal attention of one sequence's new tokens over prefix and new tokens.
+
+        Args:
+            q: `[m, Hq, D]` new tokens.
+            k, v: `[H, prefix + m, D]`.
+
+        Returns:
+            `[m, Hq, D]`.
+        """

@@ -1,0 +1,93 @@
+"""The ops in plain torch: what a CPU host runs, and the oracle for every other implementation."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from oasis_sglang.attention.ops import TableLayout
+
+# Query rows per prefill block behind a prefix: bounds the mask to this many rows.
+PREFILL_BLOCK = 512
+
+
+class TorchOps:
+    """Gather buffers are kept between calls: a fresh 25 MB tensor per layer costs more than the attention itself."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def _gather(self, name: str, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """`source[index]` as `[index.numel(), width]` in a buffer that lives until the next call of this name."""
+        size = index.numel() * source.shape[1]
+        buffer = self._buffers.get((name, source.dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(size, dtype=source.dtype, device=source.device)
+            self._buffers[name, source.dtype] = buffer
+        out = buffer[:size].view(index.numel(), source.shape[1])
+        return torch.index_select(source, 0, index.reshape(-1), out=out)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        table: torch.Tensor,
+        layout: TableLayout,
+        scale: float,
+    ) -> torch.Tensor:
+        n, t, query_heads, dim = q.shape
+        heads = table.shape[1]
+        group = query_heads // heads
+        kv = []
+        for name, rows in (("k", k_rows), ("v", v_rows)):
+            gathered = self._gather(name, rows, table).view(n, heads, -1, dim)
+            # 0 * NaN is NaN: lanes that hold no token are emptied, not only masked
+            if layout.unwritten[0].numel():
+                gathered[layout.unwritten[0], :, layout.unwritten[1]] = 0
+            kv.append(gathered)
+        # the group's query tokens become rows of one attention over the head's pages
+        grouped = q.view(n, t, heads, group, dim).permute(0, 2, 1, 3, 4).reshape(n, heads, t * group, dim)
+        mask = layout.mask if t == 1 else layout.mask.repeat_interleave(group, dim=2)
+        out = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask, scale=scale)
+        out = out.view(n, heads, t, group, dim).permute(0, 2, 1, 3, 4).reshape(n, t, query_heads, dim)
+        if layout.has_empty:
+            out[layout.empty] = 0
+        return out
+
+    def score_pages(
+        self, q: torch.Tensor, summaries: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        n, query_heads, dim = q.shape
+        heads, columns = rows.shape[1:]
+        bounds = self._gather("summary", summaries, rows).view(n * heads, columns, 2 * dim)
+        # max(q * high, q * low) summed over dimensions is q+ . high + q- . low
+        split = torch.cat((q.clamp_min(0), q.clamp_max(0)), dim=-1).view(n * heads, query_heads // heads, 2 * dim)
+        score = torch.bmm(split, bounds.transpose(1, 2)).view(n, heads, -1, columns).float() * scale
+        beyond = torch.arange(columns, device=q.device) >= pages.view(-1, 1)
+        score.masked_fill_(beyond.view(n, 1, 1, columns), -torch.inf)
+        weight = score.softmax(-1).mean(2)
+        return weight.masked_fill_(beyond.unsqueeze(1), -torch.inf)
+
+    def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float) -> torch.Tensor:
+        m = q.shape[0]
+        gqa = q.shape[1] != k.shape[0]
+        queries, keys, values = q.transpose(0, 1).unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+        if prefix == 0:
+            out = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=gqa, scale=scale)
+            return out[0].transpose(0, 1)
+        result = torch.empty_like(q)
+        for start in range(0, m, PREFILL_BLOCK):
+            end = min(start + PREFILL_BLOCK, m)
+            position = torch.arange(prefix + start, prefix + end, device=q.device).unsqueeze(1)
+            mask = torch.arange(prefix + end, device=q.device) <= position
+            block = scaled_dot_product_attention(
+                queries[:, :, start:end],
+                keys[:, :, : prefix + end],
+                values[:, :, : prefix + end],
+                attn_mask=mask,
+                enable_gqa=gqa,
+                scale=scale,
+            )
+            result[start:end] = block[0].transpose(0, 1)
+        return result

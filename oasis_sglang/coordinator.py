@@ -1,0 +1,197 @@
+"""Where SGLang's scheduler and the tier meet in a rank process: sizing, admission, the life of requests, state.
+
+One KV pool per rank process, so this module is the one place that holds it. Nothing here runs unless `--kv-backend
+oasis` was given: without it `active()` is None and every hook returns at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.sizing import PoolGeometry, PoolPlan
+
+if TYPE_CHECKING:
+    from oasis_sglang.memory_pool.tier import KVTier
+    from oasis_sglang.memory_pool.working_set import Attempt
+
+logger = logging.getLogger(__name__)
+
+
+class Setup(NamedTuple):
+    """What the pool is built from."""
+
+    config: OasisConfig
+    geometry: PoolGeometry
+    plan: PoolPlan
+    rows: int
+    context_len: int
+
+
+class Coordinator:
+    """Ties request rows of SGLang (`req_pool_idx`) to attempts on the device."""
+
+    def __init__(self, tier: KVTier, setup: Setup) -> None:
+        self.tier = tier
+        self.setup = setup
+        self._attempts: dict[int, Attempt] = {}
+        self._row_of = torch.full((1,), -1, dtype=torch.int64)
+
+    # -- admission ------------------------------------------------------------------------------------------------
+
+    def pages_needed(self, req: Any) -> int:
+        """Device pages a request will need before it ends: its input and the output to come, or a full working set."""
+        output = max(int(req.sampling_params.max_new_tokens or 0), len(req.output_ids))
+        return self.tier.pages_for(len(req.origin_input_ids) + output + 1)
+
+    def has_room(self, req: Any, promised: list[Any]) -> bool:
+        """Whether a request may join those that this scheduling pass has already let in.
+
+        Args:
+            promised: requests admitted in this pass; those without a row have not taken their pages yet.
+        """
+        waiting = [r for r in promised if r.kv.req_pool_idx is None]
+        pages = self.pages_needed(req) + sum(self.pages_needed(r) for r in waiting)
+        return pages <= self.tier.sets.free_pages and len(waiting) < self.tier.sets.free_rows
+
+    # -- life of a request ----------------------------------------------------------------------------------------
+
+    def enter(self, reqs: list[Any]) -> None:
+        """Requests have got their rows in `req_to_token`: take device pages for those that are new."""
+        for req in reqs:
+            index = req.kv.req_pool_idx
+            if index in self._attempts:
+                continue
+            attempt = self.tier.reserve(
+                len(req.origin_input_ids) + max(int(req.sampling_params.max_new_tokens or 0), len(req.output_ids)) + 1
+            )
+            if attempt is None:
+                raise RuntimeError(
+                    f"request {req.rid} was scheduled with {self.tier.sets.free_pages} device pages free, it needs "
+                    f"{self.pages_needed(req)}"
+                )
+            self._attempts[index] = attempt
+            self._remember(index, attempt.row)
+
+    def leave(self, indices: list[int]) -> None:
+        """Rows were given back (finished, aborted or retracted): so are the device pages."""
+        for index in indices:
+            attempt = self._attempts.pop(index, None)
+            if attempt is not None:
+                self.tier.release(attempt)
+                self._remember(index, -1)
+
+    def leave_all(self) -> None:
+        self.leave(list(self._attempts))
+
+    def _remember(self, index: int, row: int) -> None:
+        if index >= self._row_of.numel():
+            grown = torch.full((2 * index + 1,), -1, dtype=torch.int64)
+            grown[: self._row_of.numel()] = self._row_of
+            self._row_of = grown
+        self._row_of[index] = row
+
+    def rows(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """Working-set rows of running requests.
+
+        Raises:
+            RuntimeError: a request that was never admitted to the device.
+        """
+        known = req_pool_indices < self._row_of.numel()
+        rows = self._row_of[req_pool_indices.masked_fill(~known, 0)].masked_fill(~known, -1)
+        if bool((rows < 0).any()):
+            raise RuntimeError(
+                f"requests in rows {req_pool_indices[rows < 0].tolist()} run without having been admitted to the device"
+            )
+        return rows
+
+    # -- slots ----------------------------------------------------------------------------------------------------
+
+    def pages_freed(self, pages: torch.Tensor) -> None:
+        self.tier.invalidate(pages)
+
+    def pool_cleared(self) -> None:
+        """SGLang's allocator starts anew (`/flush_cache`)."""
+        self.tier.clear()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def idle(self) -> bool:
+        return self.tier.in_flight() == 0
+
+    def check_idle(self) -> None:
+        """Raise unless nothing is held; called when SGLang checks for leaks."""
+        self.tier.check_integrity()
+        sets = self.tier.sets
+        if sets.requests or sets.owned_pages:
+            raise RuntimeError(
+                f"oasis leak: {sets.requests} working sets and {sets.owned_pages} device pages are held while idle"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What `/server_info` shows and the metrics are made of."""
+        tier, plan, page = self.tier, self.setup.plan, self.setup.geometry.page_size
+        stats, transfer = tier.stats, tier.transfer.stats
+        return {
+            "config": self.setup.config.as_dict(),
+            "host_tokens_total": plan.host_tokens,
+            "host_tokens_written": int(tier.host.fill.sum()),
+            "host_pool_bytes": plan.host_bytes,
+            "device_tokens_total": plan.device_tokens,
+            "device_tokens_used": tier.sets.owned_pages * page,
+            "device_pool_bytes": plan.device_bytes,
+            "summary_bytes": tier.summaries.nbytes,
+            "working_sets": tier.sets.requests,
+            "working_sets_total": self.setup.rows,
+            "decode_steps_total": stats.decode_steps,
+            "sparse_sequences_total": stats.sparse_sequences,
+            "dense_sequences_total": stats.dense_sequences,
+            "selected_pages_total": stats.selected,
+            "hits_total": stats.selected - stats.missed,
+            "misses_total": stats.missed,
+            "dropped_misses_total": stats.dropped,
+            "fetched_pages_total": transfer.pages,
+            "fetched_bytes_total": transfer.bytes,
+            "stall_seconds_total": transfer.seconds,
+            "load_back_tokens_total": stats.load_back_tokens,
+            "stale_releases_total": tier.sets.stale_releases,
+            "transfers_in_flight": tier.in_flight(),
+        }
+
+
+_setup: Setup | None = None
+_active: Coordinator | None = None
+
+
+def prepare(setup: Setup) -> None:
+    """The configurator has planned the pools; the pool that it builds next takes the plan."""
+    global _setup
+    _setup = setup
+
+
+def take_setup() -> Setup:
+    global _setup
+    if _setup is None:
+        raise RuntimeError("a KV pool was built before its size was planned")
+    setup, _setup = _setup, None
+    return setup
+
+
+def start(tier: KVTier, setup: Setup) -> Coordinator:
+    global _active
+    _active = Coordinator(tier, setup)
+    logger.info(setup.plan.describe())
+    return _active
+
+
+def active() -> Coordinator | None:
+    return _active
+
+
+def stop() -> None:
+    """Forget the pool; for tests."""
+    global _active, _setup
+    _active = _setup = None

@@ -1,0 +1,10 @@
+"""Where KV lives: the host pool (home of every token), the device pool (a bounded cache of pages) and what joins them.
+
+sizing.py        tokens and bytes of both pools, checked against the machine's memory
+host_pool.py     every page's K and V, in shared memory, indexed by slot
+summaries.py     per page, layer and KV head: smallest and largest key
+working_set.py   which logical page each device page holds, per request, layer and KV head
+transfer.py      copies pieces of pages from the host pool into the device pool
+tier.py          the five above as one object with the operations a forward pass needs
+device_pool.py   the device pages as a SGLang KV pool
+"""

@@ -1,0 +1,65 @@
+"""The device pages as a SGLang KV pool: what SGLang sees is the host pool's capacity, what is allocated is ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from oasis_sglang import coordinator
+from oasis_sglang.attention.torch_ops import TorchOps
+from oasis_sglang.memory_pool.host_pool import RESERVED_PAGES
+from oasis_sglang.memory_pool.tier import KVTier
+
+
+class OasisKVPool(MHATokenToKVPool):
+    """One id space: a slot in `req_to_token` and in the radix tree is an index of the host pool, so `size` is the
+    host pool's. The buffers are the device pool, `[pages, kv_heads, page_size, head_dim]` per layer, a bounded cache
+    of it that the `KVTier` manages. Page 0 is the reserved page, as in SGLang's pools.
+
+    Nothing may index the buffers by slot: `set_kv_buffer` and its kin raise.
+    """
+
+    def __init__(self, size: int, **kwargs: Any) -> None:
+        setup = coordinator.take_setup()
+        self.setup = setup
+        if size != setup.plan.host_tokens:
+            raise RuntimeError(f"SGLang built a KV pool of {size} tokens, planned were {setup.plan.host_tokens}")
+        super().__init__(size, **kwargs)
+        geometry = setup.geometry
+        if (self.head_num, self.head_dim, self.layer_num) != (geometry.kv_heads, geometry.head_dim, geometry.layers):
+            raise RuntimeError("the KV pool's geometry differs from the planned one")
+        self.tier = KVTier(
+            setup.config,
+            geometry,
+            self.dtype,
+            host_pages=size // self.page_size,
+            k_pages=self.k_buffer,
+            v_pages=self.v_buffer,
+            rows=setup.rows,
+            context_len=setup.context_len,
+            ops=TorchOps(),
+        )
+        coordinator.start(self.tier, setup)
+
+    def _create_buffers(self) -> None:
+        plan = self.setup.plan
+        pages = plan.device_tokens // self.page_size + RESERVED_PAGES
+        shape = (pages, self.head_num, self.page_size, self.head_dim)
+        self.k_scale_buffer = self.v_scale_buffer = None
+        self.native_k_scale_buffer = self.native_v_scale_buffer = None
+        self.dq_k_buffer = self.dq_v_buffer = None
+        self.k_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
+        self.v_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
+        self._kv_buffer_descs = []
+        self._init_data_ptrs_and_strides()
+
+    def _finalize_allocation_log(self, num_tokens: int) -> None:
+        super()._finalize_allocation_log(self.setup.plan.device_tokens)
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the oasis KV pool is written through its attention backend only")
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        raise RuntimeError("the oasis KV pool does not move slots")

@@ -1,0 +1,47 @@
+"""From SGLang's resolved settings to the setup of one rank's pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.coordinator import Setup
+from oasis_sglang.memory_pool.sizing import PoolGeometry, plan_pools
+from oasis_sglang.platform import defaults, host
+
+# Most requests on the device where --max-running-requests is not given: bounds the maps, which grow with it.
+DEFAULT_ROWS = 256
+
+
+def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
+    """
+    Args:
+        configurator: SGLang's `KVCacheConfigurator` of this rank.
+        resolved: the `MemoryPoolConfig` that stock SGLang would use.
+
+    Raises:
+        ValueError: the pools do not fit; see `plan_pools`.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    model, server_args = configurator.model_config, configurator.server_args
+    parallel = get_parallel()
+    geometry = PoolGeometry(
+        layers=configurator.layer_info.num_effective_layers,
+        kv_heads=model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size),
+        head_dim=model.head_dim,
+        itemsize=configurator.kv_cache_dtype.itemsize,
+        page_size=config.page_size,
+    )
+    plan = plan_pools(
+        config,
+        geometry,
+        context_len=model.context_len,
+        max_total_tokens=defaults.given(server_args, "max_total_tokens"),
+        memory_budget=defaults.kv_memory_budget(),
+        available_memory=host.available_memory(),
+        local_ranks=parallel.launch_world_size,
+    )
+    most = min(plan.device_tokens // config.page_size, resolved.max_running_requests)
+    rows = most if defaults.given(server_args, "max_running_requests") is not None else min(most, DEFAULT_ROWS)
+    return Setup(config, geometry, plan, rows, model.context_len)

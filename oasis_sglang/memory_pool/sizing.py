@@ -1,0 +1,126 @@
+"""How many tokens the two pools hold: from flags and configuration, checked against the memory that is there."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from oasis_sglang.config import OasisConfig
+
+GIB = 1 << 30
+# Left alone for everything else on the machine; SGLang's own host-pool sizing keeps back 10 GiB, which would refuse a
+# small host outright, so take a tenth and never more than that.
+RESERVE_SHARE = 0.1
+RESERVE_MAX = 10 * GIB
+
+
+class PoolGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of one rank's KV. `itemsize` in bytes."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    page_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token over all layers and this rank's KV heads."""
+        return self.layers * self.kv_heads * 2 * self.head_dim * self.itemsize
+
+    @property
+    def summary_page_bytes(self) -> int:
+        """Bytes of one page's key summaries: a minimum and a maximum key per layer and KV head."""
+        return self.layers * self.kv_heads * 2 * self.head_dim * self.itemsize
+
+
+class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of one rank's pools; token counts are multiples of the page size and exclude the reserved page."""
+
+    host_tokens: int
+    device_tokens: int
+    host_bytes: int
+    device_bytes: int
+    summary_bytes: int
+    local_ranks: int
+
+    def describe(self) -> str:
+        """The line printed at start: GB per rank and in all."""
+        return (
+            f"Oasis host KV pool: {self.host_tokens} tokens, {self.host_bytes / 1e9:.2f} GB per rank, "
+            f"{self.host_bytes * self.local_ranks / 1e9:.2f} GB in all ({self.local_ranks} local rank"
+            f"{'s' if self.local_ranks > 1 else ''}); device KV pool: {self.device_tokens} tokens, "
+            f"{self.device_bytes / 1e9:.2f} GB, key summaries {self.summary_bytes / 1e9:.2f} GB"
+        )
+
+
+def plan_pools(
+    config: OasisConfig,
+    geometry: PoolGeometry,
+    *,
+    context_len: int,
+    max_total_tokens: int | None,
+    memory_budget: int,
+    available_memory: int,
+    local_ranks: int,
+) -> PoolPlan:
+    """Size the host and the device pool of one rank.
+
+    Args:
+        max_total_tokens: what the user gave for `--max-total-tokens`: the device pool, as in dense SGLang.
+        memory_budget: bytes all pools of this rank may take where the user sized neither pool.
+        available_memory: bytes free on this machine (cgroup included) for the host pools of all its ranks.
+        local_ranks: ranks that take a host pool from this machine's memory.
+
+    Raises:
+        ValueError: a pool that cannot hold one sequence, or host pools that the machine's memory cannot hold.
+    """
+    page, token = config.page_size, geometry.token_bytes
+    ratio = config.host_to_device_ratio
+    if max_total_tokens is not None:
+        device = max_total_tokens
+    elif config.host_size_gb is not None:
+        device = int(config.host_size_gb * 1e9 / token / ratio)
+    else:
+        # host + host / ratio + summaries of every host page
+        per_host_token = token * (1 + 1 / ratio) + geometry.summary_page_bytes / page
+        device = int(memory_budget / per_host_token / ratio)
+        # A small default must still serve: one working set, where the user asked for no size at all.
+        device = max(device, 2 * (config.max_set_pages + 1) * page)
+    host = int(config.host_size_gb * 1e9 / token) if config.host_size_gb is not None else int(device * ratio)
+    if max_total_tokens is None and config.host_size_gb is None:
+        host = max(host, context_len + page)
+    device, host = device // page * page, host // page * page
+
+    need = config.max_set_pages + 1
+    if device // page < need:
+        raise ValueError(
+            f"The device pool of {device} tokens (--max-total-tokens={max_total_tokens}) cannot hold one request's "
+            f"working set of {need * page} tokens (token_budget={config.token_budget}, "
+            f"slack_ratio={config.slack_ratio}, min_sparse_len={config.min_sparse_len}). Use --max-total-tokens "
+            f"{need * page} or more, or a smaller token_budget."
+        )
+    if host < context_len:
+        raise ValueError(
+            f"The host pool of {host} tokens ({host * token / 1e9:.2f} GB per rank) is smaller than one sequence of "
+            f"{context_len} tokens (context length). Use host_size_gb={math.ceil(context_len * token / 1e7) / 100} "
+            f"or more, a larger host_to_device_ratio (now {ratio}), or --context-length {host} or less."
+        )
+    host_bytes = (host + page) * token
+    reserve = min(int(available_memory * RESERVE_SHARE), RESERVE_MAX)
+    if host_bytes * local_ranks > available_memory - reserve:
+        raise ValueError(
+            f"The host pools need {host_bytes * local_ranks / GIB:.2f} GiB ({host_bytes / GIB:.2f} GiB per rank, "
+            f"{local_ranks} local ranks), but {(available_memory - reserve) / GIB:.2f} GiB are available "
+            f"({available_memory / GIB:.2f} GiB free here or in this cgroup, {reserve / GIB:.2f} GiB kept in reserve). "
+            "Lower host_size_gb or host_to_device_ratio, or --max-total-tokens."
+        )
+    return PoolPlan(
+        host_tokens=host,
+        device_tokens=device,
+        host_bytes=host_bytes,
+        device_bytes=(device + page) * token,
+        summary_bytes=(host // page + 1) * geometry.summary_page_bytes,
+        local_ranks=local_ranks,
+    )

@@ -1,0 +1,361 @@
+"""The tiered KV cache of one rank: host pool, device pool, summaries and working sets, and what a forward pass does
+with them. Knows torch, not SGLang.
+
+    extend (a prompt chunk)                         decode (one token per sequence)
+
+    per layer:                                      before: place the tail page, build the plan
+      prefix K, V  <- host pool                     per layer:
+      attention, dense                                new K, V -> tail page on the device
+      new K, V     -> host pool, summaries            select pages, fetch misses (`wait`)
+      working set  <- host pool, by the last query    attention over the page table
+    after: count the tokens written                   select and fetch for the next step (`skip`)
+                                                    after: new K, V -> host pool, summaries
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from oasis_sglang.attention.ops import AttentionOps, TableLayout
+from oasis_sglang.attention.page_table import DecodePlan, sparse_mask
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.host_pool import HostPool
+from oasis_sglang.memory_pool.sizing import PoolGeometry
+from oasis_sglang.memory_pool.summaries import KeySummaries
+from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
+from oasis_sglang.memory_pool.working_set import NONE, Attempt, WorkingSets
+from oasis_sglang.speculative.lookahead import select_pages, select_resident
+
+# Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by their
+# rank, stay above the mark of an empty slot.
+FIRST_STEP = 1 << 24
+
+
+class ExtendSequence(NamedTuple):
+    """One sequence of a prompt chunk: tokens `[prefix, prefix + new)` are computed now."""
+
+    row: int
+    prefix: int
+    new: int
+    slots: torch.Tensor  # [new] int64
+    pages: torch.Tensor  # [ceil((prefix + new) / page_size)] host pages, in sequence order
+
+
+class TierStats:
+    """Totals since start, in pages per KV head and layer unless named otherwise."""
+
+    def __init__(self) -> None:
+        self.selected = 0
+        self.missed = 0
+        self.dropped = 0  # misses that the fetch cap left out
+        self.decode_steps = 0
+        self.sparse_sequences = 0  # sequences decoded sparsely, summed over steps
+        self.dense_sequences = 0
+        self.load_back_tokens = 0  # prefix tokens read from the host pool by extends
+
+
+class KVTier:
+    def __init__(
+        self,
+        config: OasisConfig,
+        geometry: PoolGeometry,
+        dtype: torch.dtype,
+        *,
+        host_pages: int,
+        k_pages: list[torch.Tensor],
+        v_pages: list[torch.Tensor],
+        rows: int,
+        context_len: int,
+        ops: AttentionOps,
+    ) -> None:
+        """
+        Args:
+            k_pages, v_pages: the device pool, per layer `[1 + pages, kv_heads, page_size, head_dim]`; page 0 is the
+                reserved page and stays zero.
+            rows: most requests on the device at once.
+            context_len: tokens of the longest sequence.
+        """
+        self.config = config
+        self.geometry = geometry
+        self.ops = ops
+        self.host = HostPool(host_pages, geometry, dtype)
+        self.summaries = KeySummaries(self.host)
+        self.transfer: TransferEngine = InlineTransfer(self.host, k_pages, v_pages)
+        self.sets = WorkingSets(
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            device_pages=k_pages[0].shape[0] - 1,
+            rows=rows,
+            set_pages=config.max_set_pages,
+            sequence_pages=-(-(context_len + geometry.page_size) // geometry.page_size),
+        )
+        width = geometry.page_size * geometry.head_dim
+        self._k_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in k_pages]
+        self._v_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in v_pages]
+        self._k_rows = [x.view(-1, width) for x in k_pages]
+        self._v_rows = [x.view(-1, width) for x in v_pages]
+        self._heads = torch.arange(geometry.kv_heads)
+        # `skip`: the pages chosen for each row's next step
+        chosen = (geometry.layers, rows, geometry.kv_heads, config.budget_pages)
+        self._chosen = torch.zeros(chosen if config.miss_policy == "skip" else (0,), dtype=torch.int32)
+        step = (geometry.layers, rows, geometry.kv_heads, geometry.head_dim)
+        self._new_k, self._new_v = torch.empty(step, dtype=dtype), torch.empty(step, dtype=dtype)
+        self.step = FIRST_STEP
+        self.stats = TierStats()
+
+    # -- residency ------------------------------------------------------------------------------------------------
+
+    def pages_for(self, tokens: int) -> int:
+        """Device pages a request needs that will be `tokens` long at its end."""
+        return min(-(-tokens // self.geometry.page_size), self.config.max_set_pages)
+
+    def reserve(self, tokens: int) -> Attempt | None:
+        """Own what a request of `tokens` tokens, output included, needs on the device, or None when there is no room."""
+        return self.sets.reserve(self.pages_for(tokens))
+
+    def release(self, attempt: Attempt) -> None:
+        """Let go of an attempt's device pages; idempotent."""
+        if self.sets.holds(attempt):
+            for layer in range(self.geometry.layers):  # copy, then fence, then free
+                self.transfer.wait(layer)
+        self.sets.release(attempt)
+
+    def invalidate(self, host_pages: torch.Tensor) -> None:
+        """Forget what freed host pages hold."""
+        self.host.invalidate(host_pages)
+
+    def clear(self) -> None:
+        self.host.clear()
+
+    # -- extend ---------------------------------------------------------------------------------------------------
+
+    def extend(
+        self, layer: int, sequence: ExtendSequence, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One layer of one sequence's prompt chunk; `q` `[new, Hq, D]`, `k` and `v` `[new, H, D]`; returns like `q`."""
+        prefix, page = sequence.prefix, self.geometry.page_size
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+        if prefix:
+            old = self.host.read_sequence(layer, sequence.pages[: -(-prefix // page)], prefix)
+            keys, values = torch.cat((old[0], keys), dim=1), torch.cat((old[1], values), dim=1)
+            if layer == 0:
+                self.stats.load_back_tokens += prefix
+        out = self.ops.prefill(q, keys, values, prefix, scale)
+
+        self.host.write_layer(layer, sequence.slots, k, v)
+        touched = sequence.pages[prefix // page :]
+        total = prefix + sequence.new
+        last = total - (sequence.pages.numel() - 1) * page
+        self.summaries.rebuild(layer, touched, self.host.read_keys(layer, touched), last)
+        self._settle(layer, sequence, q[-1:], scale)
+        return out
+
+    def finish_extend(self, sequences: list[ExtendSequence]) -> None:
+        """After the last layer: the chunk's tokens count as written."""
+        for sequence in sequences:
+            self.host.mark_written(sequence.slots)
+
+    def _settle(self, layer: int, sequence: ExtendSequence, q: torch.Tensor, scale: float) -> None:
+        """Bring the row's working set in: the whole sequence while it fits, else the pages its last query asks for."""
+        row, count = sequence.row, sequence.pages.numel()
+        width = int(self.sets.width[row])
+        heads = self.geometry.kv_heads
+        total = torch.tensor([sequence.prefix + sequence.new])
+        scores = chosen = None
+        if bool(sparse_mask(total, self.config)):
+            candidates = torch.tensor([count - 1])
+            rows = self.summaries.row_ids(sequence.pages[:-1]).T.unsqueeze(0)
+            scores = self.ops.score_pages(q, self.summaries.table[layer], rows, candidates, scale)
+            chosen = select_pages(scores, candidates, self.config)
+            if self.config.miss_policy == "skip":
+                self._chosen[layer, row] = chosen[0].to(torch.int32)
+        if count <= width:
+            pages = torch.arange(count).expand(heads, count)
+            used = torch.arange(count) + (self.step - count)
+        else:
+            if scores is None or chosen is None:
+                raise RuntimeError(f"a dense sequence of {count} pages has a working set of {width}")
+            # The budget's pages first, then by score what else there is room for, and the tail.
+            budget, room = chosen.shape[-1], width - 1
+            first = torch.arange(2 * budget, budget, -1, dtype=scores.dtype).expand_as(chosen)
+            best = scores.scatter(-1, chosen, first).topk(room, dim=-1).indices[0]
+            pages = torch.cat((best, torch.full((heads, 1), count - 1)), dim=1)
+            used = torch.cat((torch.arange(-1, -room - 1, -1), torch.zeros(1, dtype=torch.int64))) + self.step
+        self.sets.place(layer, row, pages, used)
+        slots = pages.shape[1]
+        device = self.sets.pages[row, :slots].expand(heads, slots)
+        head = self._heads.view(-1, 1).expand(heads, slots)
+        self.transfer.load(layer, sequence.pages[pages].reshape(-1), head.reshape(-1), device.reshape(-1))
+
+    # -- decode ---------------------------------------------------------------------------------------------------
+
+    def plan_decode(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, page_table: torch.Tensor
+    ) -> DecodePlan:
+        """Start a decode step.
+
+        Args:
+            rows: `[n]` working-set rows. seq_lens: `[n]` lengths, new token included. slots: `[n]` of the new tokens.
+            page_table: `[n, columns]` host pages of each sequence in order; anything past its length.
+        """
+        self.step += 1
+        plan = DecodePlan(rows, seq_lens, slots, self.config)
+        self.stats.decode_steps += 1
+        self.stats.sparse_sequences += plan.sparse.numel()
+        self.stats.dense_sequences += plan.dense.numel()
+        if plan.starting.numel():
+            self.sets.start_page(rows[plan.starting], plan.tail_page[plan.starting], self.step)
+        n, heads = rows.numel(), self.geometry.kv_heads
+        tail = plan.tail_page.view(1, n, 1, 1).expand(self.geometry.layers, n, heads, 1)
+        slot = self.sets.slot_of[:, rows].gather(-1, tail).long()
+        if bool((slot == NONE).any()):
+            raise RuntimeError("a sequence was decoded whose newest page is not on the device")
+        pages = self.sets.pages[rows]  # [n, W]
+        physical = pages.view(1, n, 1, -1).expand(self.geometry.layers, n, heads, -1).gather(-1, slot).squeeze(-1)
+        plan.tail_rows = physical * heads + self._heads
+
+        plan.table = torch.zeros(n, heads, plan.columns, dtype=torch.int64)
+        if plan.dense.numel():
+            self._fill_dense(plan, pages)
+        plan.layout = TableLayout(plan.tokens, plan.columns, self.geometry.page_size, 1, self._new_k.dtype)
+        if plan.sparse.numel():
+            most = int(plan.sparse_tail.max()) + 1
+            plan.sparse_host_pages = page_table[plan.sparse, :most]
+            past = torch.arange(most) > plan.sparse_tail.view(-1, 1)
+            plan.sparse_host_pages = plan.sparse_host_pages.masked_fill(past, 0)
+            plan.summary_rows = self.summaries.row_ids(plan.sparse_host_pages[:, :-1]).transpose(1, 2).contiguous()
+            self._require_written(plan)
+        return plan
+
+    def _fill_dense(self, plan: DecodePlan, pages: torch.Tensor) -> None:
+        """A dense sequence holds page i in slot i for every layer and head, so its table is the same for all layers."""
+        count = min(plan.columns, pages.shape[1])
+        needed = plan.tail_page[plan.dense] + 1
+        if bool((needed > self.sets.width[plan.rows[plan.dense]]).any()):
+            raise RuntimeError("a dense sequence has outgrown its working set")
+        held = pages[plan.dense, :count]
+        held = held.masked_fill(torch.arange(count) >= needed.view(-1, 1), 0)
+        heads = self.geometry.kv_heads
+        rows = held.unsqueeze(1) * heads + self._heads.view(1, -1, 1)
+        plan.table[plan.dense, :, :count] = rows.masked_fill(held.unsqueeze(1) == 0, 0)
+
+    def _require_written(self, plan: DecodePlan) -> None:
+        """No page is scored or fetched before its owner wrote it."""
+        page = self.geometry.page_size
+        fill = self.host.fill[plan.sparse_host_pages]
+        column = torch.arange(fill.shape[1])
+        if bool(((fill < page) & (column < plan.sparse_tail.view(-1, 1))).any()):
+            raise RuntimeError("a sequence was decoded whose pages the host pool does not hold")
+
+    def decode(
+        self, plan: DecodePlan, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """One layer of a decode step; `q` `[n, Hq, D]`, `k` and `v` `[n, H, D]`; returns like `q`."""
+        n = q.shape[0]
+        self.transfer.wait(layer)
+        at = plan.tail_rows[layer], plan.tail_offset.view(-1, 1)
+        self._k_lanes[layer][at] = k
+        self._v_lanes[layer][at] = v
+        self._new_k[layer, :n], self._new_v[layer, :n] = k, v
+        if plan.sparse.numel() == 0:
+            return self._attend(plan, layer, q, scale)
+        if layer < self.config.dense_layers:
+            return self._decode_from_host(plan, layer, q, k, v, scale)
+        if self.config.miss_policy == "wait":
+            wanted = self._refresh(plan, layer, q, scale)
+            self.transfer.wait(layer)
+        else:
+            wanted = self._recall(plan, layer, q, scale)
+        self._fill_sparse(plan, layer, wanted)
+        out = self._attend(plan, layer, q, scale)
+        if self.config.miss_policy == "skip" and self.config.predictor == "previous":
+            self._chosen[layer, plan.sparse_rows] = self._refresh(plan, layer, q, scale).to(torch.int32)
+        return out
+
+    def finish_decode(self, plan: DecodePlan) -> None:
+        """After the last layer: commit the step's tokens to the host pool and the summaries."""
+        n = plan.rows.numel()
+        self.host.write_step(plan.slots, self._new_k[:, :n], self._new_v[:, :n])
+        self.summaries.append_step(plan.slots, self._new_k[:, :n])
+
+    def _attend(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        k_rows, v_rows = self._k_rows[layer], self._v_rows[layer]
+        return self.ops.attend(q.unsqueeze(1), k_rows, v_rows, plan.table, plan.layout, scale).squeeze(1)
+
+    def _refresh(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """Score pages by the query, fetch misses up to the cap, and return the pages to attend, all resident."""
+        table = self.summaries.table[layer]
+        scores = self.ops.score_pages(q[plan.sparse], table, plan.summary_rows, plan.sparse_tail, scale)
+        wanted = select_pages(scores, plan.sparse_tail, self.config)
+        misses = self.sets.swap_in(
+            layer, plan.sparse_rows, wanted, plan.sparse_tail, self.config.fetch_cap_pages, self.step
+        )
+        device = self.sets.pages[plan.sparse_rows[misses.request], misses.slot]
+        host = plan.sparse_host_pages[misses.request, misses.page]
+        self.transfer.load(layer, host, misses.head, device)
+        self.stats.selected += wanted.numel()
+        self.stats.missed += misses.page.numel() + misses.left_out
+        self.stats.dropped += misses.left_out
+        if not self.config.fetch_is_capped:
+            return wanted
+        resident = self.sets.slot_of[layer, plan.sparse_rows][..., : scores.shape[-1]] != NONE
+        attended = select_resident(scores, resident, wanted.shape[-1])
+        self.sets.touch(layer, plan.sparse_rows, self._slots(plan, layer, attended), self.step)
+        return attended
+
+    def _recall(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        """`skip`: the pages chosen at the end of the last step.
+
+        A page that was the tail then was no candidate, so it takes the place of the least wanted. A sequence that was
+        dense until now has nothing chosen, and everything resident: it chooses by its current query.
+        """
+        wanted = self._chosen[layer, plan.sparse_rows].long()
+        fresh = plan.tail_offset[plan.sparse] == 0
+        wanted[fresh, :, -1] = plan.sparse_tail[fresh].view(-1, 1) - 1
+        if plan.crossing.numel():
+            wanted[plan.crossing] = self._refresh(plan, layer, q, scale)[plan.crossing]
+        return wanted
+
+    def _slots(self, plan: DecodePlan, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        return self.sets.slot_of[layer, plan.sparse_rows].gather(-1, pages).long()
+
+    def _fill_sparse(self, plan: DecodePlan, layer: int, wanted: torch.Tensor) -> None:
+        slots = self._slots(plan, layer, wanted)
+        heads = self.geometry.kv_heads
+        owned = self.sets.pages[plan.sparse_rows].unsqueeze(1).expand(-1, heads, -1)
+        rows = owned.gather(-1, slots) * heads + self._heads.view(1, -1, 1)
+        plan.table[plan.sparse, :, : self.config.budget_pages] = rows
+        plan.table[plan.sparse, :, self.config.budget_pages] = plan.tail_rows[layer, plan.sparse]
+
+    def _decode_from_host(
+        self, plan: DecodePlan, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """A dense layer of sparse sequences: attend to everything, read from the host pool."""
+        out = torch.empty_like(q)
+        if plan.dense.numel():
+            out[plan.dense] = self._attend(plan, layer, q, scale)[plan.dense]
+        page = self.geometry.page_size
+        slots = plan.slots[plan.sparse]
+        for side, x in ((0, k), (1, v)):
+            self.host.kv[slots // page, layer, :, side, slots % page] = x[plan.sparse].view(self.host.store_dtype)
+        host_rows = self.host.rows.view(self.host.dtype)
+        table = self.host.row_ids(layer, plan.sparse_host_pages.unsqueeze(1), self._heads.view(1, -1, 1))
+        table = table.masked_fill(plan.sparse_host_pages.unsqueeze(1) == 0, 0)
+        if plan.host_layout is None:
+            plan.host_layout = TableLayout(plan.seq_lens[plan.sparse], table.shape[-1], page, 1, q.dtype)
+        query = q[plan.sparse].unsqueeze(1)
+        out[plan.sparse] = self.ops.attend(
+            query, host_rows[:, 0], host_rows[:, 1], table, plan.host_layout, scale
+        ).squeeze(1)
+        return out
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def in_flight(self) -> int:
+        return self.transfer.in_flight()
+
+    def check_integrity(self) -> None:
+        self.sets.check_integrity()
+        assert not self._k_lanes[0][: self.geometry.kv_heads].any(), "the reserved page was written"

@@ -1,0 +1,238 @@
+"""Working sets: which logical page each device page holds, per request, layer and KV head.
+
+    request row r owns W physical pages, the same ids in every layer and for every KV head:
+
+        pages[r]                 w:   0    1    2   ...  W-1
+                                    [ 17,  4,  90,  ...,  -- ]      physical page in the device pool
+        page_of[layer, r, h]     w:   0    1    2   ...  W-1
+                                    [  5, 31,  -1,  ...,  12 ]      logical page it holds for head h, -1 none
+        slot_of[layer, r, h]     p:   0    1  ...   5   ...  12
+                                    [ -1, -1, ...,  0, ..., W-1]    the inverse
+
+A logical page is a page's position in its sequence. While a sequence fits, slot p holds page p for every head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+NONE = -1
+# Larger than any step, so that a slot marked with it is never the least recently used.
+PINNED = torch.iinfo(torch.int32).max
+
+
+class Attempt(NamedTuple):
+    """Handle of one stay of a request on the device. A row's next request has another generation."""
+
+    row: int
+    generation: int
+
+
+class Misses(NamedTuple):
+    """Pages to bring in, as parallel `[n]` int64 tensors; the maps already say they are there."""
+
+    request: torch.Tensor  # index into the `rows` that `swap_in` was given
+    head: torch.Tensor
+    page: torch.Tensor  # logical
+    slot: torch.Tensor
+    left_out: int  # misses beyond the cap
+
+
+class WorkingSets:
+    """Device pages and what they hold. Holds no KV itself."""
+
+    def __init__(
+        self, *, layers: int, kv_heads: int, device_pages: int, rows: int, set_pages: int, sequence_pages: int
+    ) -> None:
+        """
+        Args:
+            device_pages: pages that can be owned; physical id 0 is the reserved page and not one of them.
+            rows: most requests on the device at once.
+            set_pages: W, most pages one request can own.
+            sequence_pages: pages of the longest sequence.
+        """
+        self.device_pages = device_pages
+        self.set_pages = set_pages
+        self.sequence_pages = sequence_pages
+        self.pages = torch.zeros(rows, set_pages, dtype=torch.int64)
+        self.width = torch.zeros(rows, dtype=torch.int64)
+        self.page_of = torch.full((layers, rows, kv_heads, set_pages), NONE, dtype=torch.int32)
+        self.slot_of = torch.full((layers, rows, kv_heads, sequence_pages), NONE, dtype=torch.int32)
+        self.last_used = torch.full((layers, rows, kv_heads, set_pages), PINNED, dtype=torch.int32)
+        self._free_pages = list(range(device_pages, 0, -1))
+        self._free_rows = list(range(rows - 1, -1, -1))
+        self._generation = [0] * rows
+        self._owned: dict[int, int] = {}  # row -> width
+        self.stale_releases = 0
+
+    # -- ownership ------------------------------------------------------------------------------------------------
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free_pages)
+
+    @property
+    def free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def owned_pages(self) -> int:
+        return self.device_pages - len(self._free_pages)
+
+    @property
+    def requests(self) -> int:
+        return len(self._owned)
+
+    def reserve(self, pages: int) -> Attempt | None:
+        """Own `pages` device pages in a row of their own, or None when there are not enough."""
+        if not 0 < pages <= self.set_pages:
+            raise ValueError(f"{pages} pages asked for, a working set holds 1 to {self.set_pages}")
+        if pages > len(self._free_pages) or not self._free_rows:
+            return None
+        row = self._free_rows.pop()
+        self.pages[row, :pages] = torch.tensor([self._free_pages.pop() for _ in range(pages)])
+        self.pages[row, pages:] = 0
+        self.width[row] = pages
+        self._owned[row] = pages
+        self.last_used[:, row, :, :pages] = NONE
+        self._generation[row] += 1
+        return Attempt(row, self._generation[row])
+
+    def holds(self, attempt: Attempt) -> bool:
+        return attempt.row in self._owned and self._generation[attempt.row] == attempt.generation
+
+    def release(self, attempt: Attempt) -> None:
+        """Give an attempt's pages back. A second release, or one of a past attempt, is counted and ignored."""
+        if not self.holds(attempt):
+            self.stale_releases += 1
+            return
+        row, width = attempt.row, self._owned.pop(attempt.row)
+        self._free_pages.extend(self.pages[row, :width].tolist())
+        self._free_rows.append(row)
+        self.forget(row)
+        self.last_used[:, row] = PINNED
+        self.pages[row] = 0
+        self.width[row] = 0
+
+    def forget(self, row: int) -> None:
+        """Empty every slot of a row; its pages stay owned."""
+        self.page_of[:, row] = NONE
+        self.slot_of[:, row] = NONE
+        self.last_used[:, row, :, : self._owned.get(row, 0)] = NONE
+
+    # -- contents -------------------------------------------------------------------------------------------------
+
+    def place(self, layer: int, row: int, pages: torch.Tensor, last_used: torch.Tensor) -> None:
+        """Set what one layer of a row holds: slot i of head h holds `pages[h, i]`; other slots become empty.
+
+        Args:
+            pages: `[kv_heads, n]` logical pages, distinct per head.
+            last_used: `[n]` or `[kv_heads, n]` steps.
+        """
+        n = pages.shape[1]
+        if n > self._owned[row]:
+            raise RuntimeError(f"{n} pages placed in a working set of {self._owned[row]}")
+        self.page_of[layer, row] = NONE
+        self.slot_of[layer, row] = NONE
+        self.page_of[layer, row, :, :n] = pages.to(torch.int32)
+        slots = torch.arange(n, dtype=torch.int32).expand_as(pages)
+        self.slot_of[layer, row].scatter_(1, pages, slots)
+        self.last_used[layer, row, :, : self._owned[row]] = NONE
+        self.last_used[layer, row, :, :n] = last_used.to(torch.int32)
+
+    def start_page(self, rows: torch.Tensor, pages: torch.Tensor, step: int) -> None:
+        """Give a new, empty logical page a slot in every layer and head of each row: slot i for page i while the
+        sequence fits, else an empty or the least recently used one.
+
+        Args:
+            rows: `[n]` distinct rows.
+            pages: `[n]` the page that starts in each.
+        """
+        used = self.last_used[:, rows]  # [layers, n, heads, W]; slots a row does not own are PINNED
+        fits = (pages < self.width[rows]).view(1, -1, 1, 1)
+        slot = torch.where(fits, pages.view(1, -1, 1, 1), used.argmin(-1, keepdim=True))
+        held = self.page_of[:, rows]
+        evicted = held.gather(-1, slot)
+        inverse = self.slot_of[:, rows]
+        _clear(inverse, evicted)
+        target = pages.view(1, -1, 1, 1).expand_as(slot)
+        inverse.scatter_(-1, target, slot.to(torch.int32))
+        held.scatter_(-1, slot, target.to(torch.int32))
+        used.scatter_(-1, slot, step)
+        self.slot_of[:, rows], self.page_of[:, rows], self.last_used[:, rows] = inverse, held, used
+
+    def touch(self, layer: int, rows: torch.Tensor, slots: torch.Tensor, step: int) -> None:
+        """Mark slots `[n, heads, m]` as used at `step`."""
+        used = self.last_used[layer, rows]
+        self.last_used[layer, rows] = used.scatter_(-1, slots, step)
+
+    def swap_in(
+        self, layer: int, rows: torch.Tensor, wanted: torch.Tensor, tail: torch.Tensor, cap: int, step: int
+    ) -> Misses:
+        """Make room for the wanted pages that are not resident, evicting the least recently used others.
+
+        Args:
+            wanted: `[n, heads, k]` logical pages, most wanted first.
+            tail: `[n]` the page each row is writing to, never evicted.
+            cap: most pages brought in per head; what exceeds it stays out.
+
+        Returns:
+            The misses admitted. Wanted and resident slots are marked used at `step`.
+        """
+        slot_of = self.slot_of[layer, rows]
+        slots = slot_of.gather(-1, wanted).long()
+        missing = slots == NONE
+        used = self.last_used[layer, rows]
+        # amax: a miss, clamped to slot 0, leaves that slot's value alone
+        stamp = torch.where(missing, NONE, step).to(torch.int32)
+        used.scatter_reduce_(-1, slots.clamp_min(0), stamp, "amax")
+        tail_slot = slot_of.gather(-1, tail.view(-1, 1, 1).expand(-1, slot_of.shape[1], 1)).long()
+        used.scatter_(-1, tail_slot, step)
+        rank = missing.cumsum(-1) - 1
+        admitted = missing & (rank < cap)
+        most = int(admitted.sum(-1).max()) if admitted.numel() else 0
+        if most:
+            # slots used in this very step (wanted or tail) must not be victims
+            order = torch.where(used == step, PINNED, used).topk(most, dim=-1, largest=False).indices
+            request, head, column = admitted.nonzero(as_tuple=True)
+            page = wanted[request, head, column]
+            slot = order[request, head, rank[request, head, column]]
+            row = rows[request]
+            evicted = self.page_of[layer, row, head, slot].long()
+            leaving = evicted != NONE
+            self.slot_of[layer, row[leaving], head[leaving], evicted[leaving]] = NONE
+            self.page_of[layer, row, head, slot] = page.to(torch.int32)
+            self.slot_of[layer, row, head, page] = slot.to(torch.int32)
+            used[request, head, slot] = step
+        else:
+            request = head = page = slot = torch.empty(0, dtype=torch.int64)
+        self.last_used[layer, rows] = used
+        left_out = int(missing.sum()) - page.numel()
+        return Misses(request, head, page, slot, left_out)
+
+    # -- invariants -----------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless ownership and both maps agree. For tests and idle checks."""
+        owned = [p for row, width in self._owned.items() for p in self.pages[row, :width].tolist()]
+        everything = sorted(owned + self._free_pages)
+        assert everything == list(range(1, self.device_pages + 1)), "device pages lost, duplicated or foreign"
+        assert len(self._free_rows) + len(self._owned) == self.pages.shape[0], "rows lost"
+        for row in range(self.pages.shape[0]):
+            width = self._owned.get(row, 0)
+            assert int(self.width[row]) == width
+            assert (self.pages[row, width:] == 0).all(), f"row {row} names pages beyond its width"
+            assert (self.page_of[:, row, :, width:] == NONE).all(), f"row {row} holds pages in slots it does not own"
+        layer, row, head, slot = (self.page_of != NONE).nonzero(as_tuple=True)
+        page = self.page_of[layer, row, head, slot].long()
+        assert (self.slot_of[layer, row, head, page] == slot).all(), "slot_of is not the inverse of page_of"
+        assert int((self.slot_of != NONE).sum()) == layer.numel(), "slot_of names slots that page_of calls empty"
+
+
+def _clear(inverse: torch.Tensor, pages: torch.Tensor) -> None:
+    """Set `inverse[..., page] = NONE` for the pages that are not NONE."""
+    index = pages.clamp_min(0).long()
+    keep = inverse.gather(-1, index)
+    inverse.scatter_(-1, index, torch.where(pages == NONE, keep, NONE))

@@ -1,0 +1,103 @@
+"""Cheaper plain-torch forms of the small operators between the matrix products.
+
+On a CPU these cost one to two microseconds per torch call whatever their size, so the form with the fewest calls wins.
+Registered through `BaseFusedOp.register_oot_forward`; an instance that asks for anything unusual gets SGLang's own
+`forward_native`. Rope and SiLU are bit-equal to it in every dtype. RMSNorm is used for 16-bit inputs only, where it
+differs by at most the last rounding; float32 keeps SGLang's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+def rms_norm(
+    self: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+    quant_linear: torch.nn.Module | None = None,
+) -> Any:
+    """RMSNorm, with the residual added first when there is one. Statistics in float32."""
+    if (
+        x.dtype not in _HALF_TYPES
+        or post_residual_addition is not None
+        or self.variance_size_override is not None
+        or self.cast_x_before_out_mul
+        or self.fp32_residual
+        or self.override_orig_dtype is not None
+        or x.shape[-1] != self.hidden_size
+    ):
+        return self.forward_native(x, residual, post_residual_addition, quant_linear)
+    wide = x.float()
+    if residual is not None:
+        residual = wide.add_(residual).to(x.dtype)
+    out = torch.rms_norm(wide, (self.hidden_size,), self.weight.float(), self.variance_epsilon).to(x.dtype)
+    return out if residual is None else (out, residual)
+
+
+def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` for `x = [gate, up]` along the last dimension."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rope_table(self: Any, dtype: torch.dtype) -> torch.Tensor:
+    """`[positions, 2, 1, head_size]`: cosines, and sines with the first half negated, each spread over a whole head.
+
+    With it a rotation is `x * cos + swap_halves(x) * sin`. Rebuilt when SGLang replaces its own cache (longer context,
+    other dtype), which it does by assigning a new tensor.
+    """
+    cache = self.cos_sin_cache
+    memo = self.__dict__.get("_oasis_rope_table")
+    if memo is None or memo[0] is not cache or memo[1].dtype != dtype:
+        cos, sin = cache.to(dtype).chunk(2, dim=-1)
+        table = torch.cat((cos, cos, -sin, sin), dim=-1).view(cache.shape[0], 2, 1, 2 * cos.shape[-1])
+        memo = (cache, table)
+        self.__dict__["_oasis_rope_table"] = memo
+    return memo[1]
+
+
+def rotary_embedding(
+    self: Any,
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    fused_set_kv_buffer_arg: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate query and key in one pass over both; neither input is written."""
+    head = self.head_size
+    if (
+        not self.is_neox_style
+        or self.rotary_dim != head
+        or fused_set_kv_buffer_arg is not None
+        or query.dim() != 2
+        or key.dim() != 2
+        or key.dtype != query.dtype
+        or hasattr(self, "sin_cos_cache")
+    ):
+        return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
+    if offsets is not None:
+        positions = positions + offsets
+    cos, sin = rope_table(self, query.dtype).index_select(0, positions.flatten()).unbind(1)
+    query_width = query.shape[1]
+    both = torch.cat((query, key), dim=-1).view(query.shape[0], -1, head)
+    out = (both * cos).add_(both.roll(head // 2, -1).mul_(sin)).view(query.shape[0], -1)
+    return out[:, :query_width], out[:, query_width:]
+
+
+def register(dispatch_key: str) -> None:
+    """Make the platform's dispatch key select these for SGLang's plain classes; subclasses keep their own."""
+    from sglang.kernels.fused_op import BaseFusedOp
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    for op, forward in ((RMSNorm, rms_norm), (SiluAndMul, silu_and_mul), (RotaryEmbedding, rotary_embedding)):
+        BaseFusedOp.register_oot_forward(op, forward, dispatch_key)

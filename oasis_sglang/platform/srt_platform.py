@@ -1,0 +1,57 @@
+"""The `SRTPlatform` for hosts with nothing but CPUs and plain torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from oasis_sglang.platform import defaults, host
+
+
+class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """CPU through torch's own operators: no Triton, no graphs, no `sgl_kernel`.
+
+    `PlatformEnum.OOT` rather than `CPU`: SGLang's CPU paths assume the CPU kernel wheel, its out-of-tree paths assume
+    nothing.
+    """
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()  # every field false
+
+    def get_device(self, device_id: int | None = 0) -> str:
+        """A string, as the interface declares: SGLang splits an index off it when it resolves `--device`."""
+        return "cpu"
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        """Bytes, within the tightest cgroup limit."""
+        return int(self.get_current_memory_usage()) + host.available_memory()
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        return host.available_memory(), self.get_device_total_memory(device_id)
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        defaults.apply(server_args)
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
+    def init_backend(self) -> None:
+        """Runs when a worker imports its model runner."""
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        # A worker started without the launcher's environment (an embedded engine, a test) still gets a sane count.
+        if not threads.isdigit():
+            torch.set_num_threads(host.usable_cores())

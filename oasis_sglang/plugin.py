@@ -1,0 +1,195 @@
+"""Entry point of group `sglang.srt.plugins`: puts the hook table in place. Each handler returns at once unless
+`--kv-backend oasis` was given, so that without it nothing of SGLang changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oasis_sglang import arguments, coordinator, hooks, metrics, validate
+
+
+def register() -> None:
+    """Called by SGLang once in every process that loads plugins, before anything is parsed or built."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
+
+    hooks.install(handlers())
+    register_attention_backend(arguments.ATTENTION_BACKEND)(_create_attention_backend)
+    add_attention_backend_choices([arguments.ATTENTION_BACKEND])
+    if Engine.server_args_class is ServerArgs:
+        Engine.server_args_class = staticmethod(lambda **kwargs: arguments.make_engine_args(ServerArgs, **kwargs))
+
+
+def handlers() -> dict[str, Any]:
+    """Handler of every patch in the hook table, by dotted path."""
+    short = {
+        "add_cli_args": _add_cli_args,
+        "from_cli_args": _from_cli_args,
+        "resolve_once": _resolve_once,
+        "_resolve_memory_pool_config": _resolve_memory_pool_config,
+        "_resolve_kv_pool_class": _resolve_kv_pool_class,
+        "_release_page_ids": _release_page_ids,
+        "PagedTokenToKVPoolAllocator.clear": _allocator_cleared,
+        "ReqToTokenPool.alloc": _rows_allocated,
+        "free_rows": _rows_freed,
+        "ReqToTokenPool.clear": _rows_cleared,
+        "add_one_req": _add_one_req,
+        "materialized_host_hit_len": _host_hit_len,
+        "validate_and_init": _refuse_beam,
+        "is_fully_idle": _is_fully_idle,
+        "_check_req_pool": _check_req_pool,
+        "get_internal_state": _get_internal_state,
+        "log_stats": _log_stats,
+    }
+    found = {}
+    for hook in hooks.HOOKS:
+        for name, handler in short.items():
+            if hook.is_patch and hook.target.endswith("." + name):
+                found[hook.target] = handler
+    return found
+
+
+def _create_attention_backend(model_runner: Any) -> Any:
+    from oasis_sglang.attention.backend import OasisAttnBackend
+
+    return OasisAttnBackend(model_runner)
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+
+def _add_cli_args(result: None, parser: Any) -> None:
+    arguments.add_cli_args(parser)
+
+
+def _from_cli_args(original: Any, cls: Any, args: Any) -> Any:
+    config = arguments.read_cli_args(args)
+    server_args = original(cls, args)
+    arguments.attach(server_args, config)
+    return server_args
+
+
+def _resolve_once(original: Any, self: Any) -> None:
+    config = arguments.settle(self)
+    if config is None or getattr(self, "_resolution_finished", False):
+        return original(self)
+    hooks.require()
+    arguments.apply(self, config)
+    validate.check_flags(self)
+    original(self)
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    validate.check_device(resolving_view(self).device)
+    validate.check_model(model_config_of(self))
+    return None
+
+
+# -- pools ------------------------------------------------------------------------------------------------------------
+
+
+def _resolve_memory_pool_config(original: Any, self: Any, pre_model_load_memory: Any) -> Any:
+    config = arguments.attached(self.server_args)
+    if config is None or self.is_draft_worker:
+        return original(self, pre_model_load_memory)
+    from oasis_sglang.memory_pool.device_setup import plan_rank
+
+    hooks.require()  # in this process too: it is the one that serves
+    resolved = original(self, pre_model_load_memory)
+    setup = plan_rank(self, config, resolved)
+    resolved.max_total_num_tokens = setup.plan.host_tokens
+    resolved.max_running_requests = setup.rows
+    coordinator.prepare(setup)
+    return resolved
+
+
+def _resolve_kv_pool_class(original: Any, self: Any, *, kind: str, default: type) -> type:
+    # SGLang resolves the class of every kind before it picks one; models that use another were refused at start.
+    if arguments.attached(self.server_args) is None or self.is_draft_worker or kind != "mha":
+        return original(self, kind=kind, default=default)
+    from oasis_sglang.memory_pool.device_pool import OasisKVPool
+
+    metrics.install_log_parts()
+    return OasisKVPool
+
+
+def _release_page_ids(self: Any, *page_ids: Any) -> None:
+    active = coordinator.active()
+    if active is not None:
+        for pages in page_ids:
+            active.pages_freed(pages)
+
+
+def _allocator_cleared(result: None, self: Any) -> None:
+    active = coordinator.active()
+    if active is not None:
+        active.pool_cleared()
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def _rows_allocated(result: Any, self: Any, reqs: list[Any]) -> None:
+    active = coordinator.active()
+    if active is not None and result is not None:
+        active.enter(reqs)
+
+
+def _rows_freed(self: Any, indices: list[int]) -> None:
+    active = coordinator.active()
+    if active is not None:
+        active.leave(indices)
+
+
+def _rows_cleared(result: None, self: Any) -> None:
+    active = coordinator.active()
+    if active is not None:
+        active.leave_all()
+
+
+def _add_one_req(original: Any, self: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> Any:
+    active = coordinator.active()
+    if active is not None and not active.has_room(req, self.can_run_list):
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        return AddReqResult.NO_TOKEN
+    return original(self, req, has_chunked_req, truncation_align_size)
+
+
+def _host_hit_len(original: Any, self: Any) -> int:
+    # The tree sees every slot as resident, but what a hit finds is in the host pool: the device holds only the pages of
+    # running requests.
+    return original(self) if coordinator.active() is None else self.prefix_len
+
+
+def _refuse_beam(original: Any, self: Any, req: Any, recv_req: Any) -> str | None:
+    if coordinator.active() is None:
+        return original(self, req, recv_req)
+    width = req.sampling_params.beam_width
+    return f"beam_width={width} does not work with --kv-backend oasis; use beam_width=1, or n for parallel samples."
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def _is_fully_idle(original: Any, self: Any, for_health_check: bool = False, ignore_waiting: bool = False) -> bool:
+    active = coordinator.active()
+    idle = original(self, for_health_check, ignore_waiting)
+    return idle if active is None or for_health_check else idle and active.idle()
+
+
+def _check_req_pool(result: None, self: Any) -> None:
+    active = coordinator.active()
+    if active is not None:
+        active.check_idle()
+
+
+def _get_internal_state(result: Any, self: Any, recv_req: Any) -> Any:
+    active = coordinator.active()
+    if active is not None:
+        result.internal_state["oasis"] = active.state()
+    return result
+
+
+def _log_stats(result: None, self: Any, stats: Any) -> None:
+    metrics.publish(self.labels)

@@ -1,0 +1,1 @@
+"""Lookahead: which pages the next step will attend to."""

@@ -1,0 +1,138 @@
+"""Combinations that `--kv-backend oasis` does not serve, refused at start. Never silently dense, never silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from oasis_sglang.config import ConfigError
+
+KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "half", "float32")
+
+
+class Refusal(NamedTuple):
+    """`field` of ServerArgs, the values that are fine, and what to do instead."""
+
+    field: str
+    fine: tuple[Any, ...]
+    instead: str
+
+
+_LEAVE_OUT = "leave the flag out"
+
+REFUSALS = (
+    Refusal("speculative_algorithm", (None,), "start without speculation; it is not part of this release"),
+    Refusal("pp_size", (1,), "use --pp-size 1, and --tp-size to spread a model"),
+    Refusal("tp_size", (1,), "use --tp-size 1 with one server per model copy; more ranks are untested"),
+    Refusal("dp_size", (1,), "use --dp-size 1 and start several servers"),
+    Refusal("dcp_size", (1, None), "use --dcp-size 1"),
+    Refusal("attn_cp_size", (1, None), "use --attn-cp-size 1"),
+    Refusal("nnodes", (1,), "use --nnodes 1"),
+    Refusal("enable_lora", (None, False), "merge the adapter into the model's weights"),
+    Refusal("lora_paths", (None,), "merge the adapter into the model's weights"),
+    Refusal("disaggregation_mode", ("null", None), "serve prefill and decode on one server"),
+    Refusal(
+        "enable_hierarchical_cache", (False, None), f"{_LEAVE_OUT}: the host pool is already the home of the KV cache"
+    ),
+    Refusal("enable_hisparse", (False, None), _LEAVE_OUT),
+    Refusal("enable_unified_cache_external_linker", (False, None), _LEAVE_OUT),
+    Refusal("enable_lmcache", (False, None), _LEAVE_OUT),
+    Refusal("enable_flexkv", (False, None), _LEAVE_OUT),
+    Refusal("enable_unified_memory", (False, None), _LEAVE_OUT),
+    Refusal("enable_kv_cache_sharding", (False, None), _LEAVE_OUT),
+    Refusal("enable_page_major_kv_layout", (False, None), _LEAVE_OUT),
+    Refusal("prefill_only_disable_kv_cache", (False, None), _LEAVE_OUT),
+    Refusal("enable_mixed_chunk", (False, None), f"{_LEAVE_OUT}: chunked prefill works without it"),
+    Refusal(
+        "enable_streaming_session",
+        (False, None),
+        f"{_LEAVE_OUT}: a second turn reuses the first through the radix cache",
+    ),
+    Refusal("enable_pdmux", (False, None), _LEAVE_OUT),
+    Refusal("enable_two_batch_overlap", (False, None), _LEAVE_OUT),
+    Refusal("enable_memory_saver", (False, None), _LEAVE_OUT),
+    Refusal("dllm_algorithm", (None,), "start without --kv-backend for diffusion language models"),
+    Refusal("enable_deterministic_inference", (False, None), _LEAVE_OUT),
+    Refusal("kv_canary", ("none", None, "off", False), _LEAVE_OUT),
+)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.removesuffix("_size").replace("_", "-") + ("-size" if field.endswith("_size") else "")
+
+
+def check_flags(server_args: Any) -> None:
+    """Raise for flags that do not go with this backend.
+
+    Raises:
+        ConfigError: naming the flag, the value and what works instead.
+    """
+    for refusal in REFUSALS:
+        value = getattr(server_args, refusal.field, None)
+        if value not in refusal.fine:
+            raise ConfigError(
+                f"{_flag(refusal.field)}={value} does not work with --kv-backend oasis: {refusal.instead}"
+            )
+    dtype = server_args.kv_cache_dtype
+    if dtype not in KV_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype={dtype} does not work with --kv-backend oasis: use --kv-cache-dtype auto (the model's "
+            "dtype) or bf16; 8- and 4-bit KV are untested and 4-bit scales would be lost"
+        )
+
+
+def check_device(device: str | None) -> None:
+    """Raise where the kernels do not exist yet.
+
+    Raises:
+        ConfigError: for anything but a CPU host.
+    """
+    if device != "cpu":
+        raise ConfigError(
+            f"--device={device} does not work with --kv-backend oasis: this release has attention kernels for CPU hosts "
+            "only. Use --device cpu, or start without --kv-backend."
+        )
+
+
+def check_model(model_config: Any) -> None:
+    """Raise for models whose attention or cache this backend does not compute.
+
+    Raises:
+        ConfigError: naming the model's kind and what works instead.
+    """
+    name = ", ".join(getattr(model_config.hf_config, "architectures", None) or ["unknown"])
+    works = "it serves decoder models with plain multi-head or grouped-query attention; start without --kv-backend"
+    arch = model_config.attention_arch.name
+    if arch != "MHA":
+        raise ConfigError(
+            f"--model-path: {name} uses {arch} attention, which --kv-backend oasis does not support: {works}"
+        )
+    text = model_config.hf_text_config
+    windows = [getattr(text, key, None) for key in ("sliding_window", "sliding_window_size", "window_size")]
+    window = next((w for w in windows if isinstance(w, int) and w > 0), None)
+    unused = getattr(text, "use_sliding_window", None) is False
+    if getattr(model_config, "is_hybrid_swa", False) or (window is not None and not unused):
+        raise ConfigError(
+            f"--model-path: {name} uses sliding-window attention (window {window}), which --kv-backend oasis does not "
+            f"support: {works}"
+        )
+    if getattr(text, "layers_block_type", None) or _has_state_layers(text):
+        raise ConfigError(
+            f"--model-path: {name} mixes attention with recurrent (Mamba or linear-attention) layers, which --kv-backend "
+            f"oasis does not support: {works}"
+        )
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"--model-path: {name} is an encoder-decoder model, which --kv-backend oasis does not support: {works}"
+        )
+    if not getattr(model_config, "is_generation", True):
+        raise ConfigError(f"--model-path: {name} does not generate text; --kv-backend oasis serves generation only")
+    if model_config.head_dim != model_config.v_head_dim:
+        raise ConfigError(
+            f"--model-path: {name} has head dims {model_config.head_dim} for K and {model_config.v_head_dim} for V, "
+            f"which --kv-backend oasis does not support: {works}"
+        )
+
+
+def _has_state_layers(text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None) or []
+    return any("mamba" in str(k) or "linear" in str(k) for k in kinds)
