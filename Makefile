@@ -23,21 +23,21 @@ venv:
 	@PYTHON="$(PYTHON)" bash scripts/make_venv.sh "$(VENV)"
 
 model: venv
-	@$(BIN)/python -m oasis_sglang.cli model
+	@"$(BIN)/python" -m oasis_sglang.cli model
 
 demo: model
-	@$(BIN)/python -m oasis_sglang.demo $(ARGS)
+	@"$(BIN)/python" -m oasis_sglang.demo $(ARGS)
 
 test: model
-	$(BIN)/python -m pytest tests $(ARGS)
+	"$(BIN)/python" -m pytest tests $(ARGS)
 
 lint: venv
-	$(BIN)/python -m ruff check .
-	$(BIN)/python -m mypy
+	"$(BIN)/python" -m ruff check .
+	"$(BIN)/python" -m mypy
 
 serve: venv
-	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python -m oasis_sglang.cli model) || exit 1; \
-	exec $(BIN)/python -m sglang.launch_server --kv-backend oasis --model-path "$$model" --port $(PORT) $(ARGS)
+	@model="$(MODEL)"; [ -n "$$model" ] || model=$$("$(BIN)/python" -m oasis_sglang.cli model) || exit 1; \
+	exec "$(BIN)/python" -m sglang.launch_server --kv-backend oasis --model-path "$$model" --port $(PORT) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

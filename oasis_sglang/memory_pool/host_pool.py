@@ -102,7 +102,7 @@ class HostPool:
     def mark_written(self, slots: torch.Tensor) -> None:
         """Record that tokens up to and including each slot of its page hold data in every layer."""
         page = self.geometry.page_size
-        self.fill.index_reduce_(0, slots // page, (slots % page + 1).to(torch.int32), "amax")
+        self.fill.scatter_reduce_(0, slots // page, (slots % page + 1).to(torch.int32), "amax")
 
     def read_keys(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages, `[n, kv_heads, page_size, head_dim]`."""

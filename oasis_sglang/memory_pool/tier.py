@@ -309,13 +309,18 @@ class KVTier:
         """`skip`: the pages chosen at the end of the last step.
 
         A page that was the tail then was no candidate, so it takes the place of the least wanted. A sequence that was
-        dense until now has nothing chosen, and everything resident: it chooses by its current query.
+        dense until now has nothing chosen, and everything resident: it chooses by its current query. Without a
+        predictor the choice stays.
         """
         wanted = self._chosen[layer, plan.sparse_rows].long()
         fresh = plan.tail_offset[plan.sparse] == 0
         wanted[fresh, :, -1] = plan.sparse_tail[fresh].view(-1, 1) - 1
         if plan.crossing.numel():
             wanted[plan.crossing] = self._refresh(plan, layer, q, scale)[plan.crossing]
+        if self.config.predictor == "none":
+            # nothing else keeps these pages from being evicted, or remembers what took a page's place
+            self._chosen[layer, plan.sparse_rows] = wanted.to(torch.int32)
+            self.sets.touch(layer, plan.sparse_rows, self._slots(plan, layer, wanted), self.step)
         return wanted
 
     def _slots(self, plan: DecodePlan, layer: int, pages: torch.Tensor) -> torch.Tensor:

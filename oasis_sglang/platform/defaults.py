@@ -25,6 +25,12 @@ KV_MEMORY_MAX = 4 << 30
 # Cap, in tokens, for a model whose KV size per token cannot be told from its configuration.
 KV_TOKENS_UNKNOWN_MODEL = 65_536
 
+# Turns an OpenMP thread spins at a barrier before it sleeps. The runtime's default (300,000) assumes that every thread
+# has a core to itself; when anything else runs, the waiting thread holds the core that the awaited one needs, and a
+# step grows tens of times longer. This many turns still cover the gap between two operators of a step.
+OMP_SPIN_COUNT = 1000
+_WAIT_SETTINGS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"}
+
 
 def given(server_args: Any, name: str) -> Any:
     """The value the user gave for a flag, or the flag's declared default."""
@@ -112,7 +118,7 @@ def kv_bytes_per_token(config: Any, kv_cache_dtype: str) -> int:
 
 
 def set_thread_count(server_args: Any) -> None:
-    """Give each rank its share of the physical cores through the environment its process inherits.
+    """Give each rank its share of the physical cores, and waits that yield, through the environment it inherits.
 
     OpenMP reads the environment when torch is first imported, so this is set before SGLang starts its children.
     """
@@ -120,3 +126,5 @@ def set_thread_count(server_args: Any) -> None:
     nodes = max(int(server_args.nnodes), 1)
     per_node = -(-ranks // nodes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(host.usable_cores() // per_node, 1)))
+    if not _WAIT_SETTINGS & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(OMP_SPIN_COUNT)

@@ -89,15 +89,28 @@ def rotary_embedding(
     query_width = query.shape[1]
     both = torch.cat((query, key), dim=-1).view(query.shape[0], -1, head)
     out = (both * cos).add_(both.roll(head // 2, -1).mul_(sin)).view(query.shape[0], -1)
-    return out[:, :query_width], out[:, query_width:]
+    # Callers may flatten what they get with `view`, as the stock result allows.
+    return out[:, :query_width].contiguous(), out[:, query_width:].contiguous()
 
 
 def register(dispatch_key: str) -> None:
-    """Make the platform's dispatch key select these for SGLang's plain classes; subclasses keep their own."""
+    """Make the platform's dispatch key select these. Dispatch goes by exact class; other subclasses keep their own."""
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import DynamicNTKScalingRotaryEmbedding, Llama3RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 
-    for op, forward in ((RMSNorm, rms_norm), (SiluAndMul, silu_and_mul), (RotaryEmbedding, rotary_embedding)):
-        BaseFusedOp.register_oot_forward(op, forward, dispatch_key)
+    BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, dispatch_key)
+    BaseFusedOp.register_oot_forward(SiluAndMul, silu_and_mul, dispatch_key)
+    for rope in (
+        RotaryEmbedding,
+        LinearScalingRotaryEmbedding,
+        DynamicNTKScalingRotaryEmbedding,
+        Llama3RotaryEmbedding,
+        YaRNScalingRotaryEmbedding,
+    ):
+        # These differ from the base in the table of angles only; one that rotates in its own way is left alone.
+        if rope.forward_native is RotaryEmbedding.forward_native:
+            BaseFusedOp.register_oot_forward(rope, rotary_embedding, dispatch_key)

@@ -51,7 +51,24 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Runs when a worker imports its model runner."""
-        threads = os.environ.get("OMP_NUM_THREADS", "")
         # A worker started without the launcher's environment (an embedded engine, a test) still gets a sane count.
-        if not threads.isdigit():
+        if not os.environ.get("OMP_NUM_THREADS"):
             torch.set_num_threads(host.usable_cores())
+        if fast_paths_enabled():
+            # Here and below: these import SGLang's layers, which are being imported when the platform is chosen.
+            from oasis_sglang.platform import attention_native, native_ops
+
+            native_ops.register(self.get_dispatch_key_name())
+            attention_native.register()
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Runs once per model, target and draft, when its weights are in place."""
+        if fast_paths_enabled():
+            from oasis_sglang.platform import packed_linear
+
+            packed_linear.pack_model(model)
+
+
+def fast_paths_enabled() -> bool:
+    """`OASIS_CPU_FAST_PATHS=0` leaves every operator as SGLang ships it, to compare against or to rule this out."""
+    return os.environ.get("OASIS_CPU_FAST_PATHS", "1") != "0"

@@ -1,0 +1,85 @@
+"""What the tier must compute, worked out anew in float64 from the host pool alone."""
+
+from __future__ import annotations
+
+import torch
+
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.host_pool import HostPool
+
+
+def sequence(host: HostPool, layer: int, pages: list[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a sequence, `[tokens, H, D]` float64."""
+    blocks = host.kv[pages, layer].double()  # [pages, H, 2, page, D]
+    k, v = (blocks[:, :, side].transpose(1, 2).flatten(0, 1)[:tokens] for side in (0, 1))
+    return k, v
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One query token `[Hq, D]` over `k`, `v` `[n, D]` per KV head: `[H, n, D]`."""
+    heads = k.shape[0]
+    group = q.shape[0] // heads
+    keys, values = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    weight = torch.softmax(torch.einsum("hd,hnd->hn", q, keys) * scale, dim=-1)
+    return torch.einsum("hn,hnd->hd", weight, values)
+
+
+def top_pages(q: torch.Tensor, k: torch.Tensor, tokens: int, config: OasisConfig, scale: float) -> list[list[int]]:
+    """Pages each KV head attends to besides the tail: all candidates, or the best `budget_pages` by Quest's bound."""
+    page = config.page_size
+    candidates = (tokens - 1) // page
+    heads = k.shape[1]
+    group = q.shape[0] // heads
+    if candidates <= config.budget_pages or tokens < config.min_sparse_len:
+        return [list(range(candidates))] * heads
+    chosen = []
+    for head in range(heads):
+        weight = torch.zeros(candidates, dtype=torch.float64)
+        for j in range(head * group, (head + 1) * group):
+            block = k[: candidates * page, head].view(candidates, page, -1)
+            high, low = block.max(1).values, block.min(1).values
+            bound = torch.maximum(q[j] * high, q[j] * low).sum(-1) * scale
+            weight += torch.softmax(bound, 0) / group
+        forced = [p for p in range(candidates) if p < config.sink_pages or p >= candidates - config.recent_pages]
+        weight[forced] = torch.inf
+        chosen.append(sorted(weight.topk(config.budget_pages).indices.tolist()))
+    return chosen
+
+
+def decode(
+    host: HostPool,
+    layer: int,
+    pages: list[int],
+    tokens: int,
+    q: torch.Tensor,
+    config: OasisConfig,
+    scale: float,
+    *,
+    dense: bool = False,
+) -> torch.Tensor:
+    """Exact top-K attention of the newest token `[Hq, D]`, whose K and V the host pool holds already."""
+    page = config.page_size
+    k, v = sequence(host, layer, pages, tokens)
+    q = q.double()
+    tail = (tokens - 1) // page
+    chosen = [list(range(tail))] * k.shape[1] if dense else top_pages(q, k, tokens, config, scale)
+    ks, vs = [], []
+    for head, head_pages in enumerate(chosen):
+        lanes = [t for p in [*head_pages, tail] for t in range(p * page, min((p + 1) * page, tokens))]
+        ks.append(k[lanes, head])
+        vs.append(v[lanes, head])
+    return attention(q, torch.stack(ks), torch.stack(vs), scale)
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float) -> torch.Tensor:
+    """Dense causal attention of `q` `[m, Hq, D]` over `k`, `v` `[prefix + m, H, D]`."""
+    rows = [
+        attention(
+            q[i].double(),
+            k[: prefix + i + 1].double().transpose(0, 1),
+            v[: prefix + i + 1].double().transpose(0, 1),
+            scale,
+        )
+        for i in range(q.shape[0])
+    ]
+    return torch.stack(rows)
