@@ -83,7 +83,7 @@ def workloads(arguments: argparse.Namespace, documents: Documents) -> list[Workl
 
 
 def device_kv_bytes(client: Client, used_tokens: int) -> dict[str, float]:
-    """KV on the device: the pool as allocated for oasis, the tokens in use for dense (its pool is as large as asked)."""
+    """KV on the device: all of the pool for oasis, the tokens in use for dense (its pool is as large as asked)."""
     state = client.oasis()
     if not state:
         return {"kv": used_tokens * client.kv_bytes_per_token(), "summaries": 0}

@@ -15,7 +15,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import common
-from oasis_sglang.serving import Client, Documents, Report, ask_all, greedy
+from oasis_sglang.serving import Answer, Client, Documents, Report, ask_all, greedy
 
 INSTRUCTION = "There is important information hidden in the following text. Find it and remember it.\n\n"
 QUESTION = "What is the pass key? The pass key is"
@@ -31,7 +31,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=int, default=2048, help="token budget (default: %(default)s)")
     parser.add_argument("--device-tokens", type=int, default=24_000, help="device pool (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of keys and depths (default: %(default)s)")
-    parser.add_argument("--required", type=int, default=62, help="answers that must equal dense's (default: %(default)s)")
+    parser.add_argument("--required", type=int, default=62, help="answers that must equal dense's")
     parser.add_argument("--check", action="store_true", help="exit with 1 when that is missed or rounds differ")
     return parser
 
@@ -48,13 +48,15 @@ def passkey_prompts(arguments: argparse.Namespace, documents: Documents) -> tupl
     return prompts, keys
 
 
-def one_round(arguments: argparse.Namespace, client: Client, prompts: list[list[int]], label: str, report: Report):
+def one_round(
+    arguments: argparse.Namespace, client: Client, prompts: list[list[int]], label: str, report: Report
+) -> list[Answer]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     done: set[int] = set()
     with Progress(*columns, console=report.console) as progress:
         task = progress.add_task(label, total=len(prompts))
 
-        def seen(index, answer):
+        def seen(index: int, answer: Answer) -> None:
             if answer.meta.get("finish_reason"):
                 done.add(index)
                 progress.update(task, completed=len(done))

@@ -76,7 +76,7 @@ def plan(arguments: argparse.Namespace, documents: Documents) -> list[Work]:
             sampling |= {"temperature": 0.8, "top_p": 0.9}
         if chance.random() < 0.2:
             sampling["stop"] = [" the", "\n\n"]
-        fate = chance.choices(list(FATES), FATES.values())[0]
+        fate = chance.choices(list(FATES), list(FATES.values()))[0]
         works.append(
             Work(
                 rid=f"soak-{arguments.seed}-{number}",

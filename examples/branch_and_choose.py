@@ -9,41 +9,34 @@ from __future__ import annotations
 from typing import Any
 
 import sglang as sgl
-from material import arguments, connect, document
+from material import FACTS, arguments, connect, document
 
-FACTS = (
-    "The secret code of the harbour is 48213.",
-    "The secret code of the museum is 70564.",
-    "The secret code of the castle is 84026.",
-)
-PLACES = ("harbour", "museum", "castle")
-CODES = ("48213", "70564", "84026", "35718")
+CHOICES = ("1689", "1742", "1815", "1903")
 
 
 @sgl.function
 def explore(s, text: str):
     s += sgl.user_begin() + text + "\n\n"
-    branches = s.fork(len(PLACES))
-    for branch, place in zip(branches, PLACES, strict=True):
-        branch += f"What is the secret code of the {place}?" + sgl.user_end()
-        branch += sgl.assistant(sgl.gen("code", max_tokens=24, temperature=0, stop="\n"))
-    for branch, place in zip(branches, PLACES, strict=True):
-        s.set_var(place, branch["code"].strip())
+    branches = s.fork(len(FACTS))
+    for branch, (question, _, _) in zip(branches, FACTS, strict=True):
+        branch += question + sgl.user_end()
+        branch += sgl.assistant(sgl.gen("answer", max_tokens=24, temperature=0, stop="\n"))
+    s.set_var("answers", [branch["answer"].strip() for branch in branches])
 
-    s += "What is the secret code of the castle?" + sgl.user_end()
-    s += sgl.assistant_begin() + "The secret code of the castle is " + sgl.select("choice", choices=list(CODES))
+    s += "In which year was the castle built?" + sgl.user_end()
+    s += sgl.assistant_begin() + "The castle was built in the year " + sgl.select("choice", choices=list(CHOICES))
 
 
 def run(url: str, characters: int) -> dict[str, Any]:
-    """The answer of every branch, and the code that was chosen for the castle."""
+    """The answer of every branch, and the year that was chosen for the castle."""
     sgl.set_default_backend(connect(url))
-    state = explore.run(text=document(characters, FACTS))
-    return {"branches": {place: state[place] for place in PLACES}, "choice": state["choice"]}
+    state = explore.run(text=document(characters, [fact for _, fact, _ in FACTS]))
+    return {"answers": state["answers"], "choice": state["choice"]}
 
 
 if __name__ == "__main__":
     given = arguments(__doc__, characters=16_000)
     result = run(given.url, given.characters)
-    for place, answer in result["branches"].items():
-        print(f"{place:>8}: {answer}")
-    print(f"Chosen for the castle, out of {', '.join(CODES)}: {result['choice']}")
+    for (question, _, _), answer in zip(FACTS, result["answers"], strict=True):
+        print(f"{question} {answer}")
+    print(f"The year of the castle, out of {', '.join(CHOICES)}: {result['choice']}")

@@ -10,14 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import sglang as sgl
-from material import arguments, connect, document
-
-FACTS = (
-    "The secret code of the harbour is 48213.",
-    "The secret code of the museum is 70564.",
-    "The secret code of the castle is 84026.",
-)
-QUESTIONS = tuple(f"What is the secret code of the {place}?" for place in ("harbour", "museum", "castle"))
+from material import FACTS, arguments, connect, document
 
 
 @sgl.function
@@ -30,9 +23,10 @@ def chat(s, text: str, questions: Sequence[str]):
 def run(url: str, characters: int) -> list[dict[str, Any]]:
     """Each turn's question, answer, prompt tokens, and how many of those the server had already."""
     sgl.set_default_backend(connect(url))
-    state = chat.run(text=document(characters, FACTS), questions=QUESTIONS)
+    questions = [question for question, _, _ in FACTS]
+    state = chat.run(text=document(characters, [fact for _, fact, _ in FACTS]), questions=questions)
     turns = []
-    for turn, question in enumerate(QUESTIONS):
+    for turn, question in enumerate(questions):
         meta = state.get_meta_info(f"answer_{turn}")
         turns.append({
             "question": question,

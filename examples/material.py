@@ -7,9 +7,16 @@ from collections.abc import Sequence
 
 from sglang import RuntimeEndpoint
 
+# What is asked about, the fact to plant, and the part of it that a right answer holds.
+FACTS = (
+    ("What is the secret code of the harbour?", "The secret code of the harbour is 48213.", "48213"),
+    ("Who is the director of the museum?", "The director of the museum is Clara Bergmann.", "Clara Bergmann"),
+    ("In which year was the castle built?", "The castle was built in the year 1742.", "1742"),
+)
+
 
 def document(characters: int, facts: Sequence[str] = (), start: int = 0) -> str:
-    """About `characters` characters of text from `start` on (one token is about four), `facts` spread evenly over it."""
+    """About `characters` characters of text from `start` on, `facts` spread evenly over it. A token is about four."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name].strip() for name in sorted(topics))[start : start + characters]

@@ -105,9 +105,9 @@ def ask(
     name: str, server: Server, prompts: list[list[int]], documents: Documents, new_tokens: int, console: Console
 ) -> Side:
     """Start the server, ask everything at once, collect what it did, stop it."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     total = len(prompts)
-    with Progress(*columns, console=console) as progress:
+    with Progress(SpinnerColumn(), *columns, console=console) as progress:
         task = progress.add_task(f"{name}: starting the server", total=None)
         with server:
             client = Client(server.url)
@@ -202,26 +202,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             {"token_budget": arguments.budget, "host_to_device_ratio": max(ratio, 1.0)}, arguments.device_tokens
         )
         console.print(
-            f"{arguments.documents} documents of {arguments.tokens:,} tokens hide one fact each. Dense SGLang gets room "
-            f"for all {total:,} tokens on the device, oasis for {arguments.device_tokens:,}. "
+            f"{arguments.documents} documents of {arguments.tokens:,} tokens hide one fact each. Dense SGLang gets "
+            f"room for all {total:,} tokens on the device, oasis for {arguments.device_tokens:,}. "
             "On two CPU cores this takes several minutes, most of them reading.\n"
         )
         servers = {
             "dense SGLang": Server(model, ["--max-total-tokens", str(total)]),
             "oasis": Server(model, flags),
         }
-        sides = [
+        dense, oasis = (
             ask(name, server, prompts, documents, arguments.new_tokens, console) for name, server in servers.items()
-        ]
+        )
     except ServerFailed as error:
         console.print(f"The demo stopped: {error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("Interrupted; the servers are stopped.")
         return 130
-    show(*sides, report, arguments)
+    show(dense, oasis, report, arguments)
     if arguments.json:
-        report.results = {side.name: as_json(side) for side in sides}
+        report.results = {side.name: as_json(side) for side in (dense, oasis)}
         report.write(arguments.json)
     return 0
 

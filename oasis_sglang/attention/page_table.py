@@ -43,7 +43,7 @@ class DecodePlan:
         rows: `[n]` working-set rows. slots: `[n]` where the new tokens go in the host pool.
         seq_lens: `[n]`, new token included. tail_page, tail_offset: `[n]` page and lane of the new token.
         sparse: `[m]` indices of sparse sequences; `sparse_rows` `[m]`, `sparse_tail` `[m]`, `sparse_host_pages`
-            `[m, pages]` and `summary_rows` `[m, kv_heads, pages - 1]` are theirs.
+            `[m, pages]` are theirs.
         tail_rows: `[layers, n, kv_heads]` pool row of the tail page.
         table: `[n, kv_heads, columns]` pool rows; dense parts are the same for every layer, sparse parts are not.
         layout: of `table`. host_layout: of the table over the host pool that dense layers read.
@@ -72,7 +72,6 @@ class DecodePlan:
         # filled by the tier, which knows the pools
         empty = rows.new_empty(0)
         self.sparse_host_pages = empty
-        self.summary_rows = empty
         self.tail_rows = empty
         self.table = empty
         self.layout: TableLayout | None = None

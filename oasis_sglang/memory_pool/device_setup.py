@@ -41,6 +41,7 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         memory_budget=defaults.kv_memory_budget(),
         available_memory=host.available_memory(),
         local_ranks=parallel.launch_world_size,
+        device_is_host=str(configurator.device).startswith("cpu"),
     )
     most = min(plan.device_tokens // config.page_size, resolved.max_running_requests)
     rows = most if defaults.given(server_args, "max_running_requests") is not None else min(most, DEFAULT_ROWS)

@@ -64,6 +64,7 @@ def plan_pools(
     memory_budget: int,
     available_memory: int,
     local_ranks: int,
+    device_is_host: bool = False,
 ) -> PoolPlan:
     """Size the host and the device pool of one rank.
 
@@ -72,9 +73,10 @@ def plan_pools(
         memory_budget: bytes all pools of this rank may take where the user sized neither pool.
         available_memory: bytes free on this machine (cgroup included) for the host pools of all its ranks.
         local_ranks: ranks that take a host pool from this machine's memory.
+        device_is_host: the device pool and the key summaries take this machine's memory too (a CPU host).
 
     Raises:
-        ValueError: a pool that cannot hold one sequence, or host pools that the machine's memory cannot hold.
+        ValueError: a pool that cannot hold one sequence, or pools that the machine's memory cannot hold.
     """
     page, token = config.page_size, geometry.token_bytes
     ratio = config.host_to_device_ratio
@@ -107,20 +109,23 @@ def plan_pools(
             f"{context_len} tokens (context length). Use host_size_gb={math.ceil(context_len * token / 1e7) / 100} "
             f"or more, a larger host_to_device_ratio (now {ratio}), or --context-length {host} or less."
         )
-    host_bytes = (host + page) * token
-    reserve = min(int(available_memory * RESERVE_SHARE), RESERVE_MAX)
-    if host_bytes * local_ranks > available_memory - reserve:
-        raise ValueError(
-            f"The host pools need {host_bytes * local_ranks / GIB:.2f} GiB ({host_bytes / GIB:.2f} GiB per rank, "
-            f"{local_ranks} local ranks), but {(available_memory - reserve) / GIB:.2f} GiB are available "
-            f"({available_memory / GIB:.2f} GiB free here or in this cgroup, {reserve / GIB:.2f} GiB kept in reserve). "
-            "Lower host_size_gb or host_to_device_ratio, or --max-total-tokens."
-        )
-    return PoolPlan(
+    plan = PoolPlan(
         host_tokens=host,
         device_tokens=device,
-        host_bytes=host_bytes,
+        host_bytes=(host + page) * token,
         device_bytes=(device + page) * token,
         summary_bytes=(host // page + 1) * geometry.summary_page_bytes,
         local_ranks=local_ranks,
     )
+    per_rank, what = plan.host_bytes, "host pools need"
+    if device_is_host:
+        per_rank, what = per_rank + plan.device_bytes + plan.summary_bytes, "host and device pools and key summaries need"
+    reserve = min(int(available_memory * RESERVE_SHARE), RESERVE_MAX)
+    if per_rank * local_ranks > available_memory - reserve:
+        raise ValueError(
+            f"The {what} {per_rank * local_ranks / GIB:.2f} GiB ({per_rank / GIB:.2f} GiB per rank, "
+            f"{local_ranks} local ranks), but {(available_memory - reserve) / GIB:.2f} GiB are available "
+            f"({available_memory / GIB:.2f} GiB free here or in this cgroup, {reserve / GIB:.2f} GiB kept in reserve). "
+            "Lower host_size_gb or host_to_device_ratio, or --max-total-tokens."
+        )
+    return plan

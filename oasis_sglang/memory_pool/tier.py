@@ -20,13 +20,14 @@ import torch
 
 from oasis_sglang.attention.ops import AttentionOps, TableLayout
 from oasis_sglang.attention.page_table import DecodePlan, sparse_mask
+from oasis_sglang.attention.selector import create_selector
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
 from oasis_sglang.memory_pool.working_set import NONE, Attempt, WorkingSets
-from oasis_sglang.speculative.lookahead import select_pages, select_resident
+from oasis_sglang.speculative.lookahead import select_pages
 
 # Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by their
 # rank, stay above the mark of an empty slot.
@@ -91,6 +92,7 @@ class KVTier:
             set_pages=config.max_set_pages,
             sequence_pages=-(-(context_len + geometry.page_size) // geometry.page_size),
         )
+        self.selector = create_selector(config, ops, self.summaries, self.sets)
         width = geometry.page_size * geometry.head_dim
         self._k_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in k_pages]
         self._v_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in v_pages]
@@ -225,7 +227,6 @@ class KVTier:
             plan.sparse_host_pages = page_table[plan.sparse, :most]
             past = torch.arange(most) > plan.sparse_tail.view(-1, 1)
             plan.sparse_host_pages = plan.sparse_host_pages.masked_fill(past, 0)
-            plan.summary_rows = self.summaries.row_ids(plan.sparse_host_pages[:, :-1]).transpose(1, 2).contiguous()
             self._require_written(plan)
         return plan
 
@@ -284,26 +285,29 @@ class KVTier:
         k_rows, v_rows = self._k_rows[layer], self._v_rows[layer]
         return self.ops.attend(q.unsqueeze(1), k_rows, v_rows, plan.table, plan.layout, scale).squeeze(1)
 
-    def _refresh(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        """Score pages by the query, fetch misses up to the cap, and return the pages to attend, all resident."""
-        table = self.summaries.table[layer]
-        scores = self.ops.score_pages(q[plan.sparse], table, plan.summary_rows, plan.sparse_tail, scale)
-        wanted = select_pages(scores, plan.sparse_tail, self.config)
-        misses = self.sets.swap_in(
-            layer, plan.sparse_rows, wanted, plan.sparse_tail, self.config.fetch_cap_pages, self.step
+    def _refresh(
+        self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float, which: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Score pages by the query, fetch misses up to the cap, and return the pages to attend, all resident.
+
+        Args:
+            which: positions in `plan.sparse` to do this for; None for all. The others' working sets stay as they are.
+        """
+        part = slice(None) if which is None else which
+        picked = self.selector.refresh(
+            layer,
+            q[plan.sparse[part]],
+            plan.sparse_rows[part],
+            plan.sparse_tail[part],
+            plan.sparse_host_pages[part],
+            self.step,
+            scale,
         )
-        device = self.sets.pages[plan.sparse_rows[misses.request], misses.slot]
-        host = plan.sparse_host_pages[misses.request, misses.page]
-        self.transfer.load(layer, host, misses.head, device)
-        self.stats.selected += wanted.numel()
-        self.stats.missed += misses.page.numel() + misses.left_out
-        self.stats.dropped += misses.left_out
-        if not self.config.fetch_is_capped:
-            return wanted
-        resident = self.sets.slot_of[layer, plan.sparse_rows][..., : scores.shape[-1]] != NONE
-        attended = select_resident(scores, resident, wanted.shape[-1])
-        self.sets.touch(layer, plan.sparse_rows, self._slots(plan, layer, attended), self.step)
-        return attended
+        self.transfer.load(layer, picked.miss_host, picked.miss_head, picked.miss_device)
+        self.stats.selected += picked.attended.numel()
+        self.stats.missed += picked.missed
+        self.stats.dropped += picked.missed - picked.miss_host.numel()
+        return picked.attended
 
     def _recall(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """`skip`: the pages chosen at the end of the last step.
@@ -316,18 +320,18 @@ class KVTier:
         fresh = plan.tail_offset[plan.sparse] == 0
         wanted[fresh, :, -1] = plan.sparse_tail[fresh].view(-1, 1) - 1
         if plan.crossing.numel():
-            wanted[plan.crossing] = self._refresh(plan, layer, q, scale)[plan.crossing]
+            wanted[plan.crossing] = self._refresh(plan, layer, q, scale, plan.crossing)
         if self.config.predictor == "none":
             # nothing else keeps these pages from being evicted, or remembers what took a page's place
             self._chosen[layer, plan.sparse_rows] = wanted.to(torch.int32)
-            self.sets.touch(layer, plan.sparse_rows, self._slots(plan, layer, wanted), self.step)
+            self.sets.touch(layer, plan.sparse_rows, self._slots(layer, plan.sparse_rows, wanted), self.step)
         return wanted
 
-    def _slots(self, plan: DecodePlan, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        return self.sets.slot_of[layer, plan.sparse_rows].gather(-1, pages).long()
+    def _slots(self, layer: int, rows: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return self.sets.slot_of[layer, rows].gather(-1, pages).long()
 
     def _fill_sparse(self, plan: DecodePlan, layer: int, wanted: torch.Tensor) -> None:
-        slots = self._slots(plan, layer, wanted)
+        slots = self._slots(layer, plan.sparse_rows, wanted)
         heads = self.geometry.kv_heads
         owned = self.sets.pages[plan.sparse_rows].unsqueeze(1).expand(-1, heads, -1)
         rows = owned.gather(-1, slots) * heads + self._heads.view(1, -1, 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from ctypes import c_int64, c_void_p
 from typing import Protocol
 
 import torch
 
+from oasis_sglang.attention.native.build import load_library
 from oasis_sglang.memory_pool.host_pool import HostPool
 
 
@@ -54,16 +56,27 @@ class InlineTransfer:
         self._v = [x.view(host.store_dtype).view(-1, width) for x in v_pages]
         self._piece_bytes = 2 * width * g.itemsize
         self.stats = TransferStats()
+        self._library = load_library() if k_pages[0].device.type == "cpu" else None
+
+    def _copy(self, count: int, width: int, *pointers: int) -> None:
+        assert self._library is not None
+        self._library.oasis_load(c_int64(count), c_int64(width), *(c_void_p(pointer) for pointer in pointers))
 
     def load(self, layer: int, host_pages: torch.Tensor, heads: torch.Tensor, device_pages: torch.Tensor) -> None:
         n = host_pages.numel()
         if n == 0:
             return
         start = time.perf_counter()
-        pieces = self.host.rows.index_select(0, self.host.row_ids(layer, host_pages, heads))
-        rows = device_pages * self.kv_heads + heads
-        self._k[layer].index_copy_(0, rows, pieces[:, 0])
-        self._v[layer].index_copy_(0, rows, pieces[:, 1])
+        source = self.host.row_ids(layer, host_pages, heads)
+        target = device_pages * self.kv_heads + heads
+        k, v = self._k[layer], self._v[layer]
+        if self._library is not None:
+            width, base = self._piece_bytes // 2, self.host.kv.data_ptr()
+            self._copy(n, width, base, source.data_ptr(), k.data_ptr(), v.data_ptr(), target.data_ptr())
+        else:
+            pieces = self.host.rows.index_select(0, source)
+            k.index_copy_(0, target, pieces[:, 0])
+            v.index_copy_(0, target, pieces[:, 1])
         self.stats.pages += n
         self.stats.bytes += n * self._piece_bytes
         self.stats.seconds += time.perf_counter() - start

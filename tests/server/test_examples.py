@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,23 +33,19 @@ def test_chat_answers_every_turn_and_reads_the_document_once(
     oasis_server: Server, example: Callable[[str], Any]
 ) -> None:
     turns = example("long_document_chat").run(oasis_server.url, CHARACTERS)
-    assert [turn["answer"] for turn in turns] == [
-        "The secret code of the harbour is 48213.",
-        "The secret code of the museum is 70564.",
-        "The secret code of the castle is 84026.",
-    ]
+    for turn, expected in zip(turns, ("48213", "Clara Bergmann", "1742"), strict=True):
+        assert expected in turn["answer"]
     assert turns[0]["prompt_tokens"] > 1024
     # Pages are cached whole, and tokens at a turn's seam may be cut differently: a few may be read again.
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         assert before["prompt_tokens"] - 64 <= after["cached_tokens"] < after["prompt_tokens"]
 
 
 def test_branches_see_the_document_and_select_chooses(oasis_server: Server, example: Callable[[str], Any]) -> None:
     result = example("branch_and_choose").run(oasis_server.url, CHARACTERS)
-    assert "48213" in result["branches"]["harbour"]
-    assert "70564" in result["branches"]["museum"]
-    assert "84026" in result["branches"]["castle"]
-    assert result["choice"] == "84026"
+    for answer, expected in zip(result["answers"], ("48213", "Clara Bergmann", "1742"), strict=True):
+        assert expected in answer
+    assert result["choice"] == "1742"
 
 
 def test_batch_answers_each_document_with_its_own_code(oasis_server: Server, example: Callable[[str], Any]) -> None:

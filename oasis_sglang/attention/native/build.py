@@ -1,0 +1,98 @@
+"""Compiling `refresh.cpp` for this machine. Without a compiler the torch code does the same work, more slowly."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("refresh.cpp")
+# -march=native: the library never leaves this machine, and its name carries the processor's flags. The math flags let the
+# compiler vectorise sums over dimensions. Not -ffast-math: linked into a library it makes the whole process flush
+# denormals, and it takes away the infinities that mark forced pages.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-std=c++17",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
+# Set to 0 to run the torch code instead.
+SWITCH = "OASIS_NATIVE"
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("OASIS_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "oasis-sglang"
+    )
+    return Path(base) / "native"
+
+
+def _fingerprint(compiler: str) -> str:
+    flags = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith(("flags", "Features", "model name")):
+            flags += line
+            if line.startswith(("flags", "Features")):
+                break
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = (SOURCE.read_text(), " ".join(FLAGS), version, platform.machine(), flags)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def compile_library() -> Path:
+    """Path of the library for this machine, compiled unless it is there already.
+
+    Raises:
+        RuntimeError: no compiler, or it failed.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if not compiler:
+        raise RuntimeError("no C++ compiler (g++) was found")
+    target = cache_dir() / f"refresh-{_fingerprint(compiler)}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed into place when complete, so that two servers starting at once both find a whole file.
+    handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
+    os.close(handle)
+    try:
+        run = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", name], capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise RuntimeError(f"{compiler} failed: {run.stderr.strip()[-500:]}")
+        os.replace(name, target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return target
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """The library, or None where it is switched off or cannot be built (logged once)."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return None
+    # torch must come first: the library's OpenMP then is torch's, with one pool of threads for both.
+    import torch  # noqa: F401
+
+    try:
+        library = ctypes.CDLL(str(compile_library()))
+    except (OSError, RuntimeError) as error:
+        logger.warning("Oasis runs page selection in torch, which is slower: %s", error)
+        return None
+    library.oasis_refresh.restype = ctypes.c_int64
+    library.oasis_load.restype = None
+    return library

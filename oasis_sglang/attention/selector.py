@@ -1,0 +1,169 @@
+"""Page selection of one layer: score pages, take the budget's best, swap in what is missing."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple, Protocol
+
+import torch
+
+from oasis_sglang.attention.native.build import load_library
+from oasis_sglang.attention.ops import AttentionOps
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.summaries import KeySummaries
+from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
+from oasis_sglang.speculative.lookahead import select_pages, select_resident
+
+
+class Selection(NamedTuple):
+    """What a refresh decided (n sequences, H KV heads, K budget pages, m misses admitted).
+
+    The maps of the working sets already say that the misses are there; whoever attends loads them first.
+    """
+
+    attended: torch.Tensor  # [n, H, K] int64 logical pages, all of them in the maps
+    miss_host: torch.Tensor  # [m] int64 host pages
+    miss_head: torch.Tensor  # [m] int64
+    miss_device: torch.Tensor  # [m] int64 physical pages
+    missed: int  # misses, those that the cap left out included
+
+
+class PageSelector(Protocol):
+    def refresh(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        tail: torch.Tensor,
+        host_pages: torch.Tensor,
+        step: int,
+        scale: float,
+    ) -> Selection:
+        """
+        Args:
+            q: `[n, Hq, D]` the queries that ask.
+            rows: `[n]` distinct working-set rows, int64.
+            tail: `[n]` the page each sequence writes to, int64; the pages before it are candidates, more than K.
+            host_pages: `[n, columns]` int64 host pages of each sequence in order.
+        """
+
+
+class TorchSelector:
+    """In torch operations, for any device torch runs on; the oracle of the compiled one."""
+
+    def __init__(self, config: OasisConfig, ops: AttentionOps, summaries: KeySummaries, sets: WorkingSets) -> None:
+        self.config, self.ops, self.summaries, self.sets = config, ops, summaries, sets
+
+    def refresh(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        tail: torch.Tensor,
+        host_pages: torch.Tensor,
+        step: int,
+        scale: float,
+    ) -> Selection:
+        config, sets = self.config, self.sets
+        columns = int(tail.max())
+        summary_rows = self.summaries.row_ids(host_pages[:, :columns]).transpose(1, 2)
+        scores = self.ops.score_pages(q, self.summaries.table[layer], summary_rows, tail, scale)
+        wanted = select_pages(scores, tail, config)
+        misses = sets.swap_in(layer, rows, wanted, tail, config.fetch_cap_pages, step)
+        attended = wanted
+        if misses.left_out:
+            resident = sets.slot_of[layer, rows][..., :columns] != NONE
+            attended = select_resident(scores, resident, wanted.shape[-1])
+            sets.touch(layer, rows, sets.slot_of[layer, rows].gather(-1, attended).long(), step)
+        return Selection(
+            attended,
+            host_pages[misses.request, misses.page],
+            misses.head,
+            sets.pages[rows[misses.request], misses.slot],
+            misses.page.numel() + misses.left_out,
+        )
+
+
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int64
+
+
+class _Args(ctypes.Structure):
+    """`Args` of refresh.cpp."""
+
+    _fields_ = (
+        *((name, _INT) for name in ("sequences", "kv_heads", "group", "head_dim", "columns")),
+        *((name, _INT) for name in ("budget", "sink", "recent", "cap", "sequence_pages", "set_pages", "step")),
+        ("scale", ctypes.c_float),
+        *((name, _POINTER) for name in ("q", "summaries", "host_pages", "tail", "rows", "owned")),
+        *((name, _POINTER) for name in ("slot_of", "page_of", "last_used")),
+        *((name, _POINTER) for name in ("attended", "miss_host", "miss_head", "miss_device", "missed", "admitted")),
+    )
+
+
+class NativeSelector:
+    """Compiled, for tensors in host memory: reads summaries in place and touches only what changes."""
+
+    DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+    def __init__(
+        self, config: OasisConfig, library: ctypes.CDLL, summaries: KeySummaries, sets: WorkingSets
+    ) -> None:
+        self._library, self._summaries, self._sets = library, summaries, sets
+        self._budget = config.budget_pages
+        geometry = summaries.geometry
+        lanes = sets.pages.shape[0] * geometry.kv_heads
+        self._misses = torch.empty(3, lanes * self._budget, dtype=torch.int64)
+        self._counts = torch.empty(2, lanes, dtype=torch.int64)
+        self._args = _Args(
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+            budget=self._budget,
+            sink=config.sink_pages,
+            recent=config.recent_pages,
+            cap=config.fetch_cap_pages,
+            sequence_pages=sets.sequence_pages,
+            set_pages=sets.set_pages,
+            owned=sets.pages.data_ptr(),
+            miss_host=self._misses[0].data_ptr(),
+            miss_head=self._misses[1].data_ptr(),
+            miss_device=self._misses[2].data_ptr(),
+            missed=self._counts[0].data_ptr(),
+            admitted=self._counts[1].data_ptr(),
+        )
+
+    def refresh(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        rows: torch.Tensor,
+        tail: torch.Tensor,
+        host_pages: torch.Tensor,
+        step: int,
+        scale: float,
+    ) -> Selection:
+        args, sets = self._args, self._sets
+        n, heads = rows.numel(), args.kv_heads
+        q, host_pages = q.contiguous(), host_pages.contiguous()
+        attended = torch.empty(n, heads, self._budget, dtype=torch.int64)
+        args.sequences, args.group, args.columns = n, q.shape[1] // heads, host_pages.shape[1]
+        args.step, args.scale = step, scale
+        args.q, args.summaries = q.data_ptr(), self._summaries.table[layer].data_ptr()
+        args.host_pages, args.tail, args.rows = host_pages.data_ptr(), tail.data_ptr(), rows.data_ptr()
+        args.slot_of, args.page_of = sets.slot_of[layer].data_ptr(), sets.page_of[layer].data_ptr()
+        args.last_used, args.attended = sets.last_used[layer].data_ptr(), attended.data_ptr()
+        count = self._library.oasis_refresh(ctypes.byref(args), self.DTYPES[q.dtype])
+        host, head, device = self._misses[:, :count]
+        missed = int(self._counts[0, : n * heads].sum())
+        return Selection(attended, host, head, device, missed)
+
+
+def create_selector(
+    config: OasisConfig, ops: AttentionOps, summaries: KeySummaries, sets: WorkingSets
+) -> PageSelector:
+    """The compiled selector where it can run, else the torch one."""
+    on_host = summaries.table.device.type == "cpu" and summaries.table.dtype in NativeSelector.DTYPES
+    library = load_library() if on_host else None
+    if library is None:
+        return TorchSelector(config, ops, summaries, sets)
+    return NativeSelector(config, library, summaries, sets)
