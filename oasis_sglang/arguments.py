@@ -83,8 +83,8 @@ def apply(server_args: Any, config: OasisConfig) -> None:
         given = getattr(server_args, name)
         if given not in (None, ATTENTION_BACKEND):
             raise ConfigError(
-                f"--{name.replace('_', '-')} {given} does not work with --kv-backend {KV_BACKEND}, which brings its own "
-                f"attention; leave the flag out"
+                f"--{name.replace('_', '-')} {given} does not work with --kv-backend {KV_BACKEND}, which brings its "
+                "own attention; leave the flag out"
             )
     server_args.attention_backend = ATTENTION_BACKEND
     if server_args.page_size not in (None, config.page_size):

@@ -28,7 +28,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         host_size_gb: host pool size in GB (1e9 bytes) per rank; overrides the ratio.
         sink_tokens: first tokens of a sequence that are always attended; part of the budget.
         recent_tokens: newest tokens before the local tail that are always attended; part of the budget.
-        slack_ratio: resident pages kept beyond the budget, as a share of it. They save transfers; they are not attended.
+        slack_ratio: resident pages kept beyond the budget, as a share of it: they save transfers, not attended.
         fetch_ratio: most pages fetched per KV head and step, as a share of the budget; 1.0 is no cap.
         miss_policy: `wait` fetches every selected page before attending (exact top-K); `skip` attends to what is
             resident and lets misses arrive for the next step.
@@ -180,7 +180,7 @@ def _read(text: str) -> Any:
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"--oasis-config is not valid JSON ({error}); got {text!r}. "
-                """Give an object such as '{"token_budget": 2048}' or a file as @oasis.json, @oasis.yaml or @oasis.toml"""
+                """Give an object such as '{"token_budget": 2048}' or a file as @oasis.json, .yaml or .toml"""
             ) from None
     path = Path(text[1:]).expanduser()
     try:

@@ -232,8 +232,8 @@ def require(applied: bool = True) -> None:
     if problems:
         lines = "\n  ".join(problems)
         raise HookMismatchError(
-            f"--kv-backend oasis cannot start on SGLang {installed_sglang()} (verified against {SGLANG_VERSION}):\n  {lines}\n"
-            f"Remedy: pip install 'sglang=={SGLANG_VERSION}', or an oasis-sglang release for your SGLang. "
+            f"--kv-backend oasis cannot start on SGLang {installed_sglang()} (verified against "
+            f"{SGLANG_VERSION}):\n  {lines}\nRemedy: pip install 'sglang=={SGLANG_VERSION}', or an oasis-sglang release for your SGLang. "
             "`oasis check` prints the whole table."
         )
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from oasis_sglang import coordinator
 
-# name -> (key of `Coordinator.state()`, documentation). Every rank reports its own pools: sum ranks for bytes and pages,
-# read one rank for tokens.
+# name -> (key of `Coordinator.state()`, documentation). Every rank reports its own pools: sum ranks for bytes and
+# pages, read one rank for tokens.
 GAUGES = {
     "oasis_host_total_tokens": ("host_tokens_total", "Capacity of the host KV pool, in tokens."),
     "oasis_host_used_tokens": (
@@ -112,7 +112,8 @@ class DecodeLogParts(logging.Filter):
         used, total = state["device_tokens_used"], state["device_tokens_total"]
         return (
             f", #device token: {used}, device token usage: {used / total:.2f}, "
-            f"#host token: {state['host_tokens_written']}, oasis hit rate: {rate}, #fetched page: {state['fetched_pages_total']}"
+            f"#host token: {state['host_tokens_written']}, oasis hit rate: {rate}, "
+            f"#fetched page: {state['fetched_pages_total']}"
         )
 
 

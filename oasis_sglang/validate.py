@@ -1,4 +1,4 @@
-"""Combinations that `--kv-backend oasis` does not serve, refused at start. Never silently dense, never silently wrong."""
+"""What `--kv-backend oasis` does not serve, refused at start: never silently dense, never silently wrong."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def check_device(device: str | None) -> None:
     """
     if device != "cpu":
         raise ConfigError(
-            f"--device={device} does not work with --kv-backend oasis: this release has attention kernels for CPU hosts "
-            "only. Use --device cpu, or start without --kv-backend."
+            f"--device={device} does not work with --kv-backend oasis: this release has attention kernels for CPU "
+            "hosts only. Use --device cpu, or start without --kv-backend."
         )
 
 
@@ -117,8 +117,8 @@ def check_model(model_config: Any) -> None:
         )
     if getattr(text, "layers_block_type", None) or _has_state_layers(text):
         raise ConfigError(
-            f"--model-path: {name} mixes attention with recurrent (Mamba or linear-attention) layers, which --kv-backend "
-            f"oasis does not support: {works}"
+            f"--model-path: {name} mixes attention with recurrent (Mamba or linear-attention) layers, which "
+            f"--kv-backend oasis does not support: {works}"
         )
     if getattr(model_config, "is_encoder_decoder", False):
         raise ConfigError(

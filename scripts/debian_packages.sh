@@ -17,11 +17,11 @@ has_library() { /sbin/ldconfig -p | grep -q "$1"; }
 
 python=${1:-python3}
 need python3-venv "$python" -c 'import ensurepip, venv' # Debian ships these apart from Python
+need g++ command -v g++ # compiles page selection at first use; without it the torch code runs, more slowly
 if [[ -e /dev/nvidiactl ]]; then
     need libnuma1 has_library libnuma.so.1 # linked by SGLang's CUDA kernels, which only a GPU host loads
     # Triton builds its launchers, and FlashInfer its kernels, at run time.
     need gcc command -v gcc
-    need g++ command -v g++
     need python3-dev "$python" -c 'import os, sysconfig; os.stat(sysconfig.get_paths()["include"] + "/Python.h")'
 fi
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -104,11 +104,9 @@ class _Args(ctypes.Structure):
 class NativeSelector:
     """Compiled, for tensors in host memory: reads summaries in place and touches only what changes."""
 
-    DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+    DTYPES: ClassVar = {torch.float32: 0, torch.bfloat16: 1}
 
-    def __init__(
-        self, config: OasisConfig, library: ctypes.CDLL, summaries: KeySummaries, sets: WorkingSets
-    ) -> None:
+    def __init__(self, config: OasisConfig, library: ctypes.CDLL, summaries: KeySummaries, sets: WorkingSets) -> None:
         self._library, self._summaries, self._sets = library, summaries, sets
         self._budget = config.budget_pages
         geometry = summaries.geometry
@@ -158,9 +156,7 @@ class NativeSelector:
         return Selection(attended, host, head, device, missed)
 
 
-def create_selector(
-    config: OasisConfig, ops: AttentionOps, summaries: KeySummaries, sets: WorkingSets
-) -> PageSelector:
+def create_selector(config: OasisConfig, ops: AttentionOps, summaries: KeySummaries, sets: WorkingSets) -> PageSelector:
     """The compiled selector where it can run, else the torch one."""
     on_host = summaries.table.device.type == "cpu" and summaries.table.dtype in NativeSelector.DTYPES
     library = load_library() if on_host else None

@@ -52,7 +52,7 @@ class OasisKVPool(MHATokenToKVPool):
         self.dq_k_buffer = self.dq_v_buffer = None
         self.k_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
         self.v_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
-        self._kv_buffer_descs = []
+        self._kv_buffer_descs: list[Any] = []
         self._init_data_ptrs_and_strides()
 
     def _finalize_allocation_log(self, num_tokens: int) -> None:

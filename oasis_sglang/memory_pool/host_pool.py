@@ -131,7 +131,8 @@ class HostPool:
         short = fill[:-1] < page if pages.numel() > 1 else fill[:0].bool()
         if bool(short.any()) or int(fill[-1]) < tokens - (pages.numel() - 1) * page:
             raise RuntimeError(
-                f"{tokens} tokens of KV were asked of host pages {pages.tolist()[:8]}..., which hold {fill.tolist()[:8]}..."
+                f"{tokens} tokens of KV were asked of host pages {pages.tolist()[:8]}, which hold "
+                f"{fill.tolist()[:8]} tokens"
             )
 
     def invalidate(self, pages: torch.Tensor) -> None:

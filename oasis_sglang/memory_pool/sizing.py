@@ -119,7 +119,10 @@ def plan_pools(
     )
     per_rank, what = plan.host_bytes, "host pools need"
     if device_is_host:
-        per_rank, what = per_rank + plan.device_bytes + plan.summary_bytes, "host and device pools and key summaries need"
+        per_rank, what = (
+            per_rank + plan.device_bytes + plan.summary_bytes,
+            "host and device pools and key summaries need",
+        )
     reserve = min(int(available_memory * RESERVE_SHARE), RESERVE_MAX)
     if per_rank * local_ranks > available_memory - reserve:
         raise ValueError(

@@ -29,8 +29,8 @@ from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
 from oasis_sglang.memory_pool.working_set import NONE, Attempt, WorkingSets
 from oasis_sglang.speculative.lookahead import select_pages
 
-# Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by their
-# rank, stay above the mark of an empty slot.
+# Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by
+# their rank, stay above the mark of an empty slot.
 FIRST_STEP = 1 << 24
 
 
@@ -114,7 +114,7 @@ class KVTier:
         return min(-(-tokens // self.geometry.page_size), self.config.max_set_pages)
 
     def reserve(self, tokens: int) -> Attempt | None:
-        """Own what a request of `tokens` tokens, output included, needs on the device, or None when there is no room."""
+        """Own what a request of `tokens` tokens, output included, needs on the device; None when there is no room."""
         return self.sets.reserve(self.pages_for(tokens))
 
     def release(self, attempt: Attempt) -> None:
@@ -282,6 +282,7 @@ class KVTier:
         self.summaries.append_step(plan.slots, self._new_k[:, :n])
 
     def _attend(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+        assert plan.layout is not None
         k_rows, v_rows = self._k_rows[layer], self._v_rows[layer]
         return self.ops.attend(q.unsqueeze(1), k_rows, v_rows, plan.table, plan.layout, scale).squeeze(1)
 

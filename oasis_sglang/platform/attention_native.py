@@ -13,6 +13,10 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch.nn.functional import scaled_dot_product_attention
 
+# Longest context, in tokens, that one thread serves. Below it, handing half of one request's attention to a second
+# thread takes longer than doing it.
+ONE_THREAD_TOKENS = 128
+
 
 class CpuTorchNativeAttnBackend(TorchNativeAttnBackend):
     def __init__(self, model_runner: Any):
@@ -72,18 +76,27 @@ class CpuTorchNativeAttnBackend(TorchNativeAttnBackend):
             )
         # [requests, 1, heads, 1, head_size]: one request is then a batch of one.
         queries = query[:, None, :, None, :].unbind(0)
+        all_slots = self._request_slots(req_to_token, req_pool_indices, seq_lens)
+        threads = torch.get_num_threads()
+        short = threads > 1 and all(slots.shape[0] <= ONE_THREAD_TOKENS for slots in all_slots)
         rows = []
-        for one, slots in zip(queries, self._request_slots(req_to_token, req_pool_indices, seq_lens), strict=True):
-            rows.append(
-                scaled_dot_product_attention(
-                    one,
-                    k_cache.index_select(0, slots).transpose(0, 1).unsqueeze(0),
-                    v_cache.index_select(0, slots).transpose(0, 1).unsqueeze(0),
-                    enable_gqa=enable_gqa,
-                    scale=scaling,
-                    is_causal=causal,
+        if short:
+            torch.set_num_threads(1)
+        try:
+            for one, slots in zip(queries, all_slots, strict=True):
+                rows.append(
+                    scaled_dot_product_attention(
+                        one,
+                        k_cache.index_select(0, slots).transpose(0, 1).unsqueeze(0),
+                        v_cache.index_select(0, slots).transpose(0, 1).unsqueeze(0),
+                        enable_gqa=enable_gqa,
+                        scale=scaling,
+                        is_causal=causal,
+                    )
                 )
-            )
+        finally:
+            if short:
+                torch.set_num_threads(threads)
         output.copy_(torch.cat(rows).squeeze(2))
         return output
 

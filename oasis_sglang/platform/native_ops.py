@@ -1,9 +1,11 @@
 """Cheaper plain-torch forms of the small operators between the matrix products.
 
-On a CPU these cost one to two microseconds per torch call whatever their size, so the form with the fewest calls wins.
+Each product streams more weight than the caches hold, so the next torch call finds its own code evicted and costs ten
+microseconds whatever its size. The form with the fewest and most alike calls wins. (SiLU has no better one.)
+
 Registered through `BaseFusedOp.register_oot_forward`; an instance that asks for anything unusual gets SGLang's own
-`forward_native`. Rope and SiLU are bit-equal to it in every dtype. RMSNorm is used for 16-bit inputs only, where it
-differs by at most the last rounding; float32 keeps SGLang's.
+`forward_native`. Rope is bit-equal to it in every dtype. RMSNorm is used for 16-bit inputs only: its float32 sum runs
+in another order, which the rounding to 16 bits hides nearly always. float32 models keep SGLang's.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -37,14 +38,11 @@ def rms_norm(
     wide = x.float()
     if residual is not None:
         residual = wide.add_(residual).to(x.dtype)
-    out = torch.rms_norm(wide, (self.hidden_size,), self.weight.float(), self.variance_epsilon).to(x.dtype)
+    # 1 / sqrt(mean(x^2) + eps), from the norm in one call.
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = scale.mul_(scale).mul_(1.0 / self.hidden_size).add_(self.variance_epsilon).rsqrt_()
+    out = wide.mul_(scale).mul_(self.weight).to(x.dtype)
     return out if residual is None else (out, residual)
-
-
-def silu_and_mul(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` for `x = [gate, up]` along the last dimension."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
 
 
 def rope_table(self: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +69,7 @@ def rotary_embedding(
     offsets: torch.Tensor | None = None,
     fused_set_kv_buffer_arg: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate query and key in one pass over both; neither input is written."""
+    """Rotate query and key; neither input is written, both results are contiguous."""
     head = self.head_size
     if (
         not self.is_neox_style
@@ -86,24 +84,22 @@ def rotary_embedding(
     if offsets is not None:
         positions = positions + offsets
     cos, sin = rope_table(self, query.dtype).index_select(0, positions.flatten()).unbind(1)
-    query_width = query.shape[1]
-    both = torch.cat((query, key), dim=-1).view(query.shape[0], -1, head)
-    out = (both * cos).add_(both.roll(head // 2, -1).mul_(sin)).view(query.shape[0], -1)
-    # Callers may flatten what they get with `view`, as the stock result allows.
-    return out[:, :query_width].contiguous(), out[:, query_width:].contiguous()
+    rows, half = query.shape[0], head // 2
+    rotated = []
+    for heads in (query.view(rows, -1, head), key.view(rows, -1, head)):
+        rotated.append((heads * cos).add_(heads.roll(half, -1).mul_(sin)).view(rows, -1))
+    return rotated[0], rotated[1]
 
 
 def register(dispatch_key: str) -> None:
     """Make the platform's dispatch key select these. Dispatch goes by exact class; other subclasses keep their own."""
     from sglang.kernels.fused_op import BaseFusedOp
-    from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import DynamicNTKScalingRotaryEmbedding, Llama3RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 
     BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, dispatch_key)
-    BaseFusedOp.register_oot_forward(SiluAndMul, silu_and_mul, dispatch_key)
     for rope in (
         RotaryEmbedding,
         LinearScalingRotaryEmbedding,

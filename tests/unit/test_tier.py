@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,9 +76,7 @@ def test_selected_set_at_the_budget(extra: int) -> None:
     assert s.tokens == 64 + extra
     for layer in range(2):
         k, v = oracle.sequence(harness.tier.host, layer, s.pages, s.tokens)
-        expected = oracle.attention(
-            queries[layer][0].double(), k.transpose(0, 1), v.transpose(0, 1), harness.scale
-        )
+        expected = oracle.attention(queries[layer][0].double(), k.transpose(0, 1), v.transpose(0, 1), harness.scale)
         torch.testing.assert_close(outputs[layer][0].double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -161,7 +161,7 @@ def test_skip_attends_to_budget_and_tail_without_waiting(predictor: str, fetch_r
         assert all(bool(torch.isfinite(o).all()) for o in outputs)
         harness.tier.check_integrity()
         fetched.append(harness.tier.transfer.stats.pages)
-    per_step = [b - a for a, b in zip(fetched, fetched[1:], strict=False)]
+    per_step = [b - a for a, b in itertools.pairwise(fetched)]
     layers_and_heads = 2 * 2
     assert max(per_step) <= layers_and_heads * config.fetch_cap_pages
     assert (sum(per_step) > 0) == (predictor == "previous")
@@ -197,7 +197,7 @@ def test_decoding_what_was_never_written_raises() -> None:
     assert t is not None
     harness.extend(t, 180)
     harness.tier.invalidate(torch.tensor(t.pages[2:4]))
-    with pytest.raises(RuntimeError, match="does not hold|do not hold|the host pool"):
+    with pytest.raises(RuntimeError, match="the host pool does not hold"):
         harness.decode([t])
     with pytest.raises(RuntimeError, match="which hold"):
         harness.extend(t, 8)

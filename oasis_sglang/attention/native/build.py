@@ -16,8 +16,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("refresh.cpp")
-# -march=native: the library never leaves this machine, and its name carries the processor's flags. The math flags let the
-# compiler vectorise sums over dimensions. Not -ffast-math: linked into a library it makes the whole process flush
+# -march=native: the library never leaves this machine, and its name carries the processor's flags. The math flags let
+# the compiler vectorise sums over dimensions. Not -ffast-math: linked into a library it makes the whole process flush
 # denormals, and it takes away the infinities that mark forced pages.
 FLAGS = (
     "-O3",
