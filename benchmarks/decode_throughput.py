@@ -90,6 +90,14 @@ def device_kv_bytes(client: Client, used_tokens: int) -> dict[str, float]:
     return {"kv": state["device_pool_bytes"], "summaries": state["summary_bytes"]}
 
 
+def measure(client: Client, load: Workload, sampling: dict[str, Any], tries: int = 3) -> float:
+    """Decode rate of one workload; again if the requests reached the server too far apart to decode together."""
+    for _ in range(tries):
+        if rate := decode_rate(ask_all(client, load.prompts, sampling)):
+            return rate
+    raise RuntimeError(f"{load.label}: never all decoding at the same time; raise --new-tokens or the pool sizes")
+
+
 def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     model = common.model_path(arguments)
     chosen = variants(arguments)
@@ -121,10 +129,7 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
                     for load in loads:
                         label = f"round {number + 1} of {arguments.rounds}: {chosen[at].label}, {load.label}"
                         progress.update(task, description=label)
-                        answers = ask_all(Client(servers[at].url), load.prompts, sampling)
-                        if not (rate := decode_rate(answers)):
-                            raise RuntimeError(f"{label}: never all decoding at once; raise --new-tokens or the pools")
-                        rates[load.name][chosen[at].name].append(rate)
+                        rates[load.name][chosen[at].name].append(measure(Client(servers[at].url), load, sampling))
             progress.advance(task)
         for variant, instance in zip(chosen, servers, strict=True):
             with instance.running():

@@ -10,7 +10,7 @@ from sglang import RuntimeEndpoint
 # What is asked about, the fact to plant, and the part of it that a right answer holds.
 FACTS = (
     ("What is the secret code of the harbour?", "The secret code of the harbour is 48213.", "48213"),
-    ("Who is the director of the museum?", "The director of the museum is Clara Bergmann.", "Clara Bergmann"),
+    ("How many paintings does the museum own?", "The museum owns 317 paintings.", "317"),
     ("In which year was the castle built?", "The castle was built in the year 1742.", "1742"),
 )
 

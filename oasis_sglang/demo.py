@@ -79,7 +79,7 @@ def code(index: int) -> str:
 
 
 def question(index: int) -> str:
-    return f"What is the secret code of the {place(index)}?"
+    return f"What is the door code of the {place(index)}? Answer with the number only."
 
 
 def build_prompts(arguments: argparse.Namespace, documents: Documents) -> list[list[int]]:
@@ -87,8 +87,11 @@ def build_prompts(arguments: argparse.Namespace, documents: Documents) -> list[l
     return [
         documents.with_question(
             index, arguments.tokens, question(index),
-            fact=f"The secret code of the {place(index)} is {code(index)}.",
+            # Twice, because the demo model is small and overlooks things that are said once.
+            fact=f"Remember this: the door code of the {place(index)} is {code(index)}. "
+            f"The door code of the {place(index)} is {code(index)}.",
             depth=(index + 0.5) / arguments.documents,
+            instruction="Read the following text, then answer the question at its end.\n\n",
         )
         for index in range(arguments.documents)
     ]  # fmt: skip

@@ -158,6 +158,7 @@ HOOKS: tuple[Hook, ...] = (
         "overridden to refuse moves by slot",
     ),
     Hook(f"{_SRT}arg_groups.overrides.model_config_of", Kind.CALL, ("server_args",), "the model's configuration"),
+    Hook(f"{_SRT}configs.hybrid_arch.mambaish_config", Kind.CALL, ("model_config",), "models with recurrent layers"),
     Hook(f"{_SRT}entrypoints.engine.Engine.server_args_class", Kind.CALL, None, "Engine(kv_backend='oasis')"),
 )
 
@@ -232,8 +233,8 @@ def require(applied: bool = True) -> None:
     if problems:
         lines = "\n  ".join(problems)
         raise HookMismatchError(
-            f"--kv-backend oasis cannot start on SGLang {installed_sglang()} (verified against "
-            f"{SGLANG_VERSION}):\n  {lines}\nRemedy: pip install 'sglang=={SGLANG_VERSION}', or an oasis-sglang release for your SGLang. "
+            f"--kv-backend oasis cannot start on SGLang {installed_sglang()} (verified against {SGLANG_VERSION}):\n"
+            f"  {lines}\nRemedy: pip install 'sglang=={SGLANG_VERSION}', or an oasis-sglang release for your SGLang. "
             "`oasis check` prints the whole table."
         )
 

@@ -77,11 +77,19 @@ def _resolve_once(original: Any, self: Any) -> None:
     hooks.require()
     arguments.apply(self, config)
     validate.check_flags(self)
-    original(self)
     from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
 
-    validate.check_device(resolving_view(self).device)
-    validate.check_model(model_config_of(self))
+    try:
+        original(self)
+    except Exception:
+        # SGLang stumbles over some of the models that are refused below: name the reason, not where it fell.
+        if (model := getattr(self, "_model_config", None)) is not None:
+            validate.check_model(model)
+        raise
+    view, model = resolving_view(self), model_config_of(self)
+    validate.check_device(view.device)
+    validate.check_model(model)
+    validate.check_kv_dtype(view.kv_cache_dtype, model.dtype)
     return None
 
 

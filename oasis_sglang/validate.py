@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from oasis_sglang.config import ConfigError
 
-KV_DTYPES = ("auto", "bf16", "bfloat16", "float16", "half", "float32")
+# Of SGLang's choices, those that keep KV in a dtype that models compute in.
+KV_DTYPES = ("auto", "bf16", "bfloat16")
 
 
 class Refusal(NamedTuple):
@@ -80,6 +81,25 @@ def check_flags(server_args: Any) -> None:
         )
 
 
+def check_kv_dtype(kv_dtype: Any, model_dtype: Any) -> None:
+    """Raise where KV would be kept in another dtype than the model computes in: pools hold what attention is given.
+
+    Args:
+        kv_dtype: `--kv-cache-dtype`, or the torch dtype that SGLang made of it and of the checkpoint.
+        model_dtype: torch dtype of the model.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    name, model = str(kv_dtype).removeprefix("torch."), str(model_dtype).removeprefix("torch.")
+    if name not in ("auto", model) and (name, model) != ("bf16", "bfloat16"):
+        raise ConfigError(
+            f"--kv-cache-dtype={name} with a model in {model} does not work with --kv-backend oasis, which keeps KV in "
+            "the model's dtype: use --kv-cache-dtype auto and a checkpoint that asks for no other KV dtype, or another "
+            "--dtype"
+        )
+
+
 def check_device(device: str | None) -> None:
     """Raise where the kernels do not exist yet.
 
@@ -115,7 +135,7 @@ def check_model(model_config: Any) -> None:
             f"--model-path: {name} uses sliding-window attention (window {window}), which --kv-backend oasis does not "
             f"support: {works}"
         )
-    if getattr(text, "layers_block_type", None) or _has_state_layers(text):
+    if _has_state_layers(model_config):
         raise ConfigError(
             f"--model-path: {name} mixes attention with recurrent (Mamba or linear-attention) layers, which "
             f"--kv-backend oasis does not support: {works}"
@@ -133,6 +153,11 @@ def check_model(model_config: Any) -> None:
         )
 
 
-def _has_state_layers(text: Any) -> bool:
+def _has_state_layers(model_config: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    text = model_config.hf_text_config
+    if mambaish_config(model_config) is not None or getattr(text, "layers_block_type", None):
+        return True
     kinds = getattr(text, "layer_types", None) or []
     return any("mamba" in str(k) or "linear" in str(k) for k in kinds)

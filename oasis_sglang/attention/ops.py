@@ -45,12 +45,35 @@ class TableLayout:
         # An empty sequence sees lane 0, so that softmax stays finite; its output is overwritten.
         visible = visible | (self.empty.view(-1, 1, 1) & (lane == 0))
         self.mask = torch.where(visible, zero, zero - torch.inf).unsqueeze(1)  # [n, 1, t, lanes]
-        # (sequence, lane) pairs of the last page that hold no token; the columns past it name the reserved page
-        end = -(-tokens // page_size) * page_size
-        self.unwritten = ((lane >= tokens.view(-1, 1)) & (lane < end.view(-1, 1))).nonzero(as_tuple=True)
+
+    def unwritten(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sequence, lane) pairs of last pages that hold no token, for the sequences `part`, counted from its start.
+        Columns past the last page name the reserved page."""
+        tokens = self.tokens[part].view(-1, 1)
+        end = -(-tokens // self.page_size) * self.page_size
+        lane = torch.arange(self.columns * self.page_size, device=tokens.device)
+        sequence, at = ((lane >= tokens) & (lane < end)).nonzero(as_tuple=True)
+        return sequence, at
 
 
 class AttentionOps(Protocol):
+    def write_tokens(
+        self,
+        k_lanes: torch.Tensor,
+        v_lanes: torch.Tensor,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Put one new token per sequence into its tail page.
+
+        Args:
+            k_lanes, v_lanes: `[R, P, D]`, the pool.
+            rows: `[n, H]` pool rows. offsets: `[n]` lanes.
+            k, v: `[n, H, D]`.
+        """
+
     def attend(
         self,
         q: torch.Tensor,

@@ -38,6 +38,8 @@ class PageSelector(Protocol):
         host_pages: torch.Tensor,
         step: int,
         scale: float,
+        table: torch.Tensor,
+        at: torch.Tensor,
     ) -> Selection:
         """
         Args:
@@ -45,6 +47,8 @@ class PageSelector(Protocol):
             rows: `[n]` distinct working-set rows, int64.
             tail: `[n]` the page each sequence writes to, int64; the pages before it are candidates, more than K.
             host_pages: `[n, columns]` int64 host pages of each sequence in order.
+            table: `[any, H, more than K]` int64 page table; rows `at` `[n]` of it get the pool rows of the attended
+                pages, then of the tail.
         """
 
 
@@ -63,6 +67,8 @@ class TorchSelector:
         host_pages: torch.Tensor,
         step: int,
         scale: float,
+        table: torch.Tensor,
+        at: torch.Tensor,
     ) -> Selection:
         config, sets = self.config, self.sets
         columns = int(tail.max())
@@ -75,6 +81,7 @@ class TorchSelector:
             resident = sets.slot_of[layer, rows][..., :columns] != NONE
             attended = select_resident(scores, resident, wanted.shape[-1])
             sets.touch(layer, rows, sets.slot_of[layer, rows].gather(-1, attended).long(), step)
+        sets.fill_table(layer, rows, attended, tail, table, at)
         return Selection(
             attended,
             host_pages[misses.request, misses.page],
@@ -89,7 +96,7 @@ _INT = ctypes.c_int64
 
 
 class _Args(ctypes.Structure):
-    """`Args` of refresh.cpp."""
+    """`Args` of step.cpp."""
 
     _fields_ = (
         *((name, _INT) for name in ("sequences", "kv_heads", "group", "head_dim", "columns")),
@@ -97,7 +104,9 @@ class _Args(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, _POINTER) for name in ("q", "summaries", "host_pages", "tail", "rows", "owned")),
         *((name, _POINTER) for name in ("slot_of", "page_of", "last_used")),
-        *((name, _POINTER) for name in ("attended", "miss_host", "miss_head", "miss_device", "missed", "admitted")),
+        *((name, _POINTER) for name in ("attended", "table", "at")),
+        ("table_columns", _INT),
+        *((name, _POINTER) for name in ("miss_host", "miss_head", "miss_device", "missed", "admitted")),
     )
 
 
@@ -139,6 +148,8 @@ class NativeSelector:
         host_pages: torch.Tensor,
         step: int,
         scale: float,
+        table: torch.Tensor,
+        at: torch.Tensor,
     ) -> Selection:
         args, sets = self._args, self._sets
         n, heads = rows.numel(), args.kv_heads
@@ -150,6 +161,7 @@ class NativeSelector:
         args.host_pages, args.tail, args.rows = host_pages.data_ptr(), tail.data_ptr(), rows.data_ptr()
         args.slot_of, args.page_of = sets.slot_of[layer].data_ptr(), sets.page_of[layer].data_ptr()
         args.last_used, args.attended = sets.last_used[layer].data_ptr(), attended.data_ptr()
+        args.table, args.at, args.table_columns = table.data_ptr(), at.data_ptr(), table.shape[-1]
         count = self._library.oasis_refresh(ctypes.byref(args), self.DTYPES[q.dtype])
         host, head, device = self._misses[:, :count]
         missed = int(self._counts[0, : n * heads].sum())

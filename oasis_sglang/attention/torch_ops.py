@@ -7,6 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oasis_sglang.attention.ops import TableLayout
 
+# K and V gathered at a time: what fits the caches of two cores, so that attention finds it there and not in memory.
+GATHER_BYTES = 4 << 20
+
 # Query rows per prefill block behind a prefix: bounds the mask to this many rows.
 PREFILL_BLOCK = 512
 
@@ -17,15 +20,47 @@ class TorchOps:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
+    def write_tokens(
+        self,
+        k_lanes: torch.Tensor,
+        v_lanes: torch.Tensor,
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        at = rows, offsets.view(-1, 1)
+        k_lanes[at], v_lanes[at] = k, v
+
     def _gather(self, name: str, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """`source[index]` as `[index.numel(), width]` in a buffer that lives until the next call of this name."""
-        size = index.numel() * source.shape[1]
+        out = self._buffer(name, source, index.numel())
+        return torch.index_select(source, 0, index.reshape(-1), out=out)
+
+    def _buffer(self, name: str, source: torch.Tensor, rows: int) -> torch.Tensor:
+        size = rows * source.shape[1]
         buffer = self._buffers.get((name, source.dtype))
         if buffer is None or buffer.numel() < size:
             buffer = torch.empty(size, dtype=source.dtype, device=source.device)
             self._buffers[name, source.dtype] = buffer
-        out = buffer[:size].view(index.numel(), source.shape[1])
-        return torch.index_select(source, 0, index.reshape(-1), out=out)
+        return buffer[:size].view(rows, source.shape[1])
+
+    def _gather_pages(
+        self, k_rows: torch.Tensor, v_rows: torch.Tensor, table: torch.Tensor, layout: TableLayout, part: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of some sequences' page tables, `[n * H * N, P * D]`, in the gather buffers.
+
+        Args:
+            table: `[n, H, N]`, the rows `part` of the step's page table.
+        """
+        n, heads, columns = table.shape
+        k, v = self._gather("k", k_rows, table), self._gather("v", v_rows, table)
+        # 0 * NaN is NaN: lanes that hold no token are emptied, not only masked
+        sequence, lane = layout.unwritten(part)
+        if sequence.numel():
+            for x in (k, v):
+                x.view(n, heads, columns * layout.page_size, -1)[sequence, :, lane] = 0
+        return k, v
 
     def attend(
         self,
@@ -37,19 +72,22 @@ class TorchOps:
         scale: float,
     ) -> torch.Tensor:
         n, t, query_heads, dim = q.shape
-        heads = table.shape[1]
+        heads, columns = table.shape[1:]
         group = query_heads // heads
-        kv = []
-        for name, rows in (("k", k_rows), ("v", v_rows)):
-            gathered = self._gather(name, rows, table).view(n, heads, -1, dim)
-            # 0 * NaN is NaN: lanes that hold no token are emptied, not only masked
-            if layout.unwritten[0].numel():
-                gathered[layout.unwritten[0], :, layout.unwritten[1]] = 0
-            kv.append(gathered)
         # the group's query tokens become rows of one attention over the head's pages
         grouped = q.view(n, t, heads, group, dim).permute(0, 2, 1, 3, 4).reshape(n, heads, t * group, dim)
         mask = layout.mask if t == 1 else layout.mask.repeat_interleave(group, dim=2)
-        out = scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask, scale=scale)
+        out = torch.empty_like(grouped)
+        piece = 2 * heads * columns * k_rows.shape[1] * k_rows.element_size()
+        # an even number of sequences, so that an even number of threads has equal work
+        step = max(GATHER_BYTES // piece // 2 * 2, 2)
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            k, v = (
+                x.view(-1, heads, columns * layout.page_size, dim)
+                for x in self._gather_pages(k_rows, v_rows, table[part], layout, part)
+            )
+            out[part] = scaled_dot_product_attention(grouped[part], k, v, attn_mask=mask[part], scale=scale)
         out = out.view(n, heads, t, group, dim).permute(0, 2, 1, 3, 4).reshape(n, t, query_heads, dim)
         if layout.has_empty:
             out[layout.empty] = 0

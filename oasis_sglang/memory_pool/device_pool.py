@@ -8,7 +8,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from oasis_sglang import coordinator
-from oasis_sglang.attention.torch_ops import TorchOps
+from oasis_sglang.attention.native_ops import create_cpu_ops
 from oasis_sglang.memory_pool.host_pool import RESERVED_PAGES
 from oasis_sglang.memory_pool.tier import KVTier
 
@@ -39,7 +39,7 @@ class OasisKVPool(MHATokenToKVPool):
             v_pages=self.v_buffer,
             rows=setup.rows,
             context_len=setup.context_len,
-            ops=TorchOps(),
+            ops=create_cpu_ops(),
         )
         coordinator.start(self.tier, setup)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from oasis_sglang import validate
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.coordinator import Setup
 from oasis_sglang.memory_pool.sizing import PoolGeometry, plan_pools
@@ -20,11 +21,12 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         resolved: the `MemoryPoolConfig` that stock SGLang would use.
 
     Raises:
-        ValueError: the pools do not fit; see `plan_pools`.
+        ValueError: the pools do not fit (see `plan_pools`), or KV is not in the model's dtype.
     """
     from sglang.srt.runtime_context import get_parallel
 
     model, server_args = configurator.model_config, configurator.server_args
+    validate.check_kv_dtype(configurator.kv_cache_dtype, model.dtype)  # a checkpoint may ask for 8-bit KV of its own
     parallel = get_parallel()
     geometry = PoolGeometry(
         layers=configurator.layer_info.num_effective_layers,

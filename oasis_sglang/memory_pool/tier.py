@@ -175,7 +175,10 @@ class KVTier:
                 self._chosen[layer, row] = chosen[0].to(torch.int32)
         if count <= width:
             pages = torch.arange(count).expand(heads, count)
-            used = torch.arange(count) + (self.step - count)
+            used = (torch.arange(count) + (self.step - count)).expand(heads, count)
+            if chosen is not None:
+                # The next step attends to these, so the page it may have to start must not take the place of one.
+                used = used.scatter(-1, chosen[0], self.step)
         else:
             if scores is None or chosen is None:
                 raise RuntimeError(f"a dense sequence of {count} pages has a working set of {width}")
@@ -256,20 +259,19 @@ class KVTier:
         """One layer of a decode step; `q` `[n, Hq, D]`, `k` and `v` `[n, H, D]`; returns like `q`."""
         n = q.shape[0]
         self.transfer.wait(layer)
-        at = plan.tail_rows[layer], plan.tail_offset.view(-1, 1)
-        self._k_lanes[layer][at] = k
-        self._v_lanes[layer][at] = v
+        rows = plan.tail_rows[layer]
+        self.ops.write_tokens(self._k_lanes[layer], self._v_lanes[layer], rows, plan.tail_offset, k, v)
         self._new_k[layer, :n], self._new_v[layer, :n] = k, v
         if plan.sparse.numel() == 0:
             return self._attend(plan, layer, q, scale)
         if layer < self.config.dense_layers:
             return self._decode_from_host(plan, layer, q, k, v, scale)
         if self.config.miss_policy == "wait":
-            wanted = self._refresh(plan, layer, q, scale)
+            self._refresh(plan, layer, q, scale)
             self.transfer.wait(layer)
         else:
             wanted = self._recall(plan, layer, q, scale)
-        self._fill_sparse(plan, layer, wanted)
+            self.sets.fill_table(layer, plan.sparse_rows, wanted, plan.sparse_tail, plan.table, plan.sparse)
         out = self._attend(plan, layer, q, scale)
         if self.config.miss_policy == "skip" and self.config.predictor == "previous":
             self._chosen[layer, plan.sparse_rows] = self._refresh(plan, layer, q, scale).to(torch.int32)
@@ -289,7 +291,8 @@ class KVTier:
     def _refresh(
         self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float, which: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Score pages by the query, fetch misses up to the cap, and return the pages to attend, all resident.
+        """Score pages by the query, fetch misses up to the cap, and return the pages to attend, all resident. Their
+        places are in `plan.table` then.
 
         Args:
             which: positions in `plan.sparse` to do this for; None for all. The others' working sets stay as they are.
@@ -303,6 +306,8 @@ class KVTier:
             plan.sparse_host_pages[part],
             self.step,
             scale,
+            plan.table,
+            plan.sparse[part],
         )
         self.transfer.load(layer, picked.miss_host, picked.miss_head, picked.miss_device)
         self.stats.selected += picked.attended.numel()
@@ -330,14 +335,6 @@ class KVTier:
 
     def _slots(self, layer: int, rows: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return self.sets.slot_of[layer, rows].gather(-1, pages).long()
-
-    def _fill_sparse(self, plan: DecodePlan, layer: int, wanted: torch.Tensor) -> None:
-        slots = self._slots(layer, plan.sparse_rows, wanted)
-        heads = self.geometry.kv_heads
-        owned = self.sets.pages[plan.sparse_rows].unsqueeze(1).expand(-1, heads, -1)
-        rows = owned.gather(-1, slots) * heads + self._heads.view(1, -1, 1)
-        plan.table[plan.sparse, :, : self.config.budget_pages] = rows
-        plan.table[plan.sparse, :, self.config.budget_pages] = plan.tail_rows[layer, plan.sparse]
 
     def _decode_from_host(
         self, plan: DecodePlan, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from ctypes import c_int64, c_void_p
 from typing import Protocol
 
 import torch
@@ -58,23 +57,31 @@ class InlineTransfer:
         self.stats = TransferStats()
         self._library = load_library() if k_pages[0].device.type == "cpu" else None
 
-    def _copy(self, count: int, width: int, *pointers: int) -> None:
-        assert self._library is not None
-        self._library.oasis_load(c_int64(count), c_int64(width), *(c_void_p(pointer) for pointer in pointers))
-
     def load(self, layer: int, host_pages: torch.Tensor, heads: torch.Tensor, device_pages: torch.Tensor) -> None:
         n = host_pages.numel()
         if n == 0:
             return
         start = time.perf_counter()
-        source = self.host.row_ids(layer, host_pages, heads)
-        target = device_pages * self.kv_heads + heads
         k, v = self._k[layer], self._v[layer]
         if self._library is not None:
-            width, base = self._piece_bytes // 2, self.host.kv.data_ptr()
-            self._copy(n, width, base, source.data_ptr(), k.data_ptr(), v.data_ptr(), target.data_ptr())
+            # expanded tensors have strides that a pointer does not tell of
+            host_pages, heads, device_pages = host_pages.contiguous(), heads.contiguous(), device_pages.contiguous()
+            self._library.oasis_load(
+                n,
+                self._piece_bytes // 2,
+                self.host.geometry.layers,
+                layer,
+                self.kv_heads,
+                self.host.kv.data_ptr(),
+                host_pages.data_ptr(),
+                heads.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                device_pages.data_ptr(),
+            )
         else:
-            pieces = self.host.rows.index_select(0, source)
+            pieces = self.host.rows.index_select(0, self.host.row_ids(layer, host_pages, heads))
+            target = device_pages * self.kv_heads + heads
             k.index_copy_(0, target, pieces[:, 0])
             v.index_copy_(0, target, pieces[:, 1])
         self.stats.pages += n

@@ -212,6 +212,28 @@ class WorkingSets:
         left_out = int(missing.sum()) - page.numel()
         return Misses(request, head, page, slot, left_out)
 
+    def fill_table(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        pages: torch.Tensor,
+        tail: torch.Tensor,
+        table: torch.Tensor,
+        at: torch.Tensor,
+    ) -> None:
+        """Write where resident pages are into a page table.
+
+        Args:
+            pages: `[n, heads, k]` logical pages. tail: `[n]`.
+            table: `[any, heads, more than k]`; row `at[i]` gets the pool rows (physical page x heads + head) of
+                `pages[i]`, then of the tail.
+        """
+        n, heads, count = pages.shape
+        wanted = torch.cat((pages, tail.view(n, 1, 1).expand(n, heads, 1)), dim=-1)
+        slots = self.slot_of[layer, rows].gather(-1, wanted).long()
+        physical = self.pages[rows].unsqueeze(1).expand(n, heads, -1).gather(-1, slots)
+        table[at, :, : count + 1] = physical * heads + torch.arange(heads).view(1, -1, 1)
+
     # -- invariants -----------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:

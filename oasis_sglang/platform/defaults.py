@@ -17,8 +17,8 @@ from oasis_sglang.platform import host
 logger = logging.getLogger(__name__)
 
 # Share of the available memory that the KV pool may take by default, and its bound in bytes. SGLang's own default
-# takes nearly all of it: wrong on a machine that also runs everything else. Filling the pool takes a second per 4 GiB, or
-# 15 seconds on a virtual machine that touches its memory for the first time.
+# takes nearly all of it: wrong on a machine that also runs everything else. Filling 4 GiB takes a second, or 15 on a
+# virtual machine that touches its memory for the first time.
 KV_MEMORY_SHARE = 0.25
 KV_MEMORY_MAX = 4 << 30
 
@@ -63,7 +63,7 @@ def _scheduling(server_args: Any) -> None:
     # An idle scheduler polls its sockets in a loop, which elsewhere costs nothing but here takes a compute core.
     server_args.sleep_on_idle = True
 
-    locked = getattr(server_args, "_cuda_graph_config_locked", set())
+    locked: set[tuple[str, str]] = getattr(server_args, "_cuda_graph_config_locked", set())
     for phase in (Phase.DECODE, Phase.PREFILL):
         if (phase, "backend") not in locked:
             server_args.cuda_graph_config = with_phase(server_args.cuda_graph_config, phase, backend=Backend.DISABLED)

@@ -50,7 +50,7 @@ def can_pack(weight: Any) -> bool:
     return False
 
 
-def pack(weight: torch.nn.Parameter) -> None:
+def pack(weight: Any) -> None:
     """Attach a packed copy of the parameter's current values to it."""
     setattr(weight, _ATTRIBUTE, _reorder(weight.detach(), _HINT_ROWS))
 
@@ -72,14 +72,15 @@ class _Packed:
     """The part of a quantization method that keeps the packed copy in step with the weight."""
 
     def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
-        # Remembered, because only weights that fitted in memory the first time are packed again.
-        layer._oasis_repack = unpack(layer.weight)  # type: ignore[assignment]
+        # Remembered, because only weights that fitted in memory the first time are packed again. Never unset: a layer
+        # that shares its parameter may find the copy already dropped.
+        if unpack(layer.weight):
+            layer._oasis_repack = True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        # Tied layers are visited twice, and loaders exist that skip the `restore` half: pack what had a copy then, and
-        # what still has one now.
+        # Loaders exist that skip the `restore` half: what still has a copy is packed anew too.
         if unpack(layer.weight) or getattr(layer, "_oasis_repack", False):
-            pack(layer.weight)  # type: ignore[arg-type]
+            pack(layer.weight)
 
 
 class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
@@ -102,7 +103,7 @@ def pack_model(model: torch.nn.Module) -> int:
         # Exact types: a subclass brings its own kernel.
         if type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod and can_pack(module.weight):
             methods.append((module, PackedLinearMethod))
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if (
         type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod
         and can_pack(head.weight)

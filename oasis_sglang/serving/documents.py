@@ -29,7 +29,9 @@ class Documents:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.model_path)
+        tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        tokenizer.model_max_length = 1 << 30  # the source is cut after encoding; no need to warn about its length
+        return tokenizer
 
     @cached_property
     def source(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from oasis_sglang.attention.torch_ops import TorchOps
+from oasis_sglang.attention.native_ops import create_cpu_ops
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.tier import ExtendSequence, KVTier
@@ -58,7 +58,7 @@ class Harness:
             v_pages=self.v_pages,
             rows=rows,
             context_len=context_len,
-            ops=TorchOps(),
+            ops=create_cpu_ops(),
         )
         self.tier.host.kv[1:].fill_(torch.nan)
         self.tier.summaries.table[:, kv_heads:].fill_(torch.nan)

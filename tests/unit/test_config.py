@@ -66,9 +66,7 @@ def test_files_of_every_kind(suffix: str, tmp_path: Path) -> None:
     """`@file` must mean the same in each format, and the suffix decides which one."""
     path = tmp_path / f"oasis.{suffix}"
     path.write_text(TEXTS[suffix])
-    expected = OasisConfig(
-        token_budget=1024, page_size=32, slack_ratio=0.25, miss_policy="skip", host_size_gb=2.5
-    )
+    expected = OasisConfig(token_budget=1024, page_size=32, slack_ratio=0.25, miss_policy="skip", host_size_gb=2.5)
     assert parse_config(f"@{path}") == expected
     assert parse_config(SETTINGS) == expected
     assert parse_config(json.dumps(SETTINGS)) == expected

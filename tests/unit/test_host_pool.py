@@ -44,7 +44,7 @@ def noise(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Te
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
 )
 def test_any_split_of_a_sequence_reads_back(cuts: list[int], order: list[int], dtype: torch.dtype) -> None:
-    """C30: chunks start and end anywhere: aligned, in the middle of a page, or a single token; pages are in any order."""
+    """C30: chunks start and end anywhere, aligned or in the middle of a page; pages are in any order."""
     host = pool(dtype=dtype)
     total = cuts[-1]
     pages = order[: -(-total // PAGE)]

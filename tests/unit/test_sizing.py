@@ -96,7 +96,7 @@ def test_host_pool_smaller_than_one_sequence() -> None:
     assert "4336 tokens" in str(error.value)
     sizes = plan(OasisConfig(host_size_gb=float(advice[1])), max_total_tokens=4096)
     assert sizes.host_tokens >= 8192
-    with pytest.raises(ValueError, match="larger host_to_device_ratio .now 1.5."):
+    with pytest.raises(ValueError, match=r"larger host_to_device_ratio \(now 1\.5\)"):
         plan(OasisConfig(host_to_device_ratio=1.5), max_total_tokens=4096)
 
 
@@ -176,7 +176,11 @@ def test_every_plan_keeps_its_promises(data: st.DataObject) -> None:
             local_ranks=ranks,
         )
     except ValueError as error:
-        assert len(re.findall(r"\d+", str(error))) >= 2
+        problem = str(error)
+    else:
+        problem = ""
+    if problem:
+        assert len(re.findall(r"\d+", problem)) >= 2
         return
     assert sizes.host_tokens % page == sizes.device_tokens % page == 0
     assert sizes.host_tokens >= context

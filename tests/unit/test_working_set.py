@@ -208,9 +208,7 @@ class WorkingSetMachine(RuleBasedStateMachine):
             for tail in tails
         ]
         self.step += 1
-        misses = self.sets.swap_in(
-            layer, torch.tensor(rows), torch.tensor(wanted), torch.tensor(tails), cap, self.step
-        )
+        misses = self.sets.swap_in(layer, torch.tensor(rows), torch.tensor(wanted), torch.tensor(tails), cap, self.step)
         came = {
             (rows[i], h, p): s
             for i, h, p, s in zip(*(x.tolist() for x in misses[:4]), strict=True)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Compiling `refresh.cpp` for this machine. Without a compiler the torch code does the same work, more slowly."""
+"""Compiling `step.cpp` for this machine. Without a compiler the torch code does the same work, more slowly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("refresh.cpp")
+SOURCE = Path(__file__).with_name("step.cpp")
 # -march=native: the library never leaves this machine, and its name carries the processor's flags. The math flags let
 # the compiler vectorise sums over dimensions. Not -ffast-math: linked into a library it makes the whole process flush
 # denormals, and it takes away the infinities that mark forced pages.
@@ -63,7 +63,7 @@ def compile_library() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise RuntimeError("no C++ compiler (g++) was found")
-    target = cache_dir() / f"refresh-{_fingerprint(compiler)}.so"
+    target = cache_dir() / f"step-{_fingerprint(compiler)}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +91,16 @@ def load_library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(compile_library()))
     except (OSError, RuntimeError) as error:
-        logger.warning("Oasis runs page selection in torch, which is slower: %s", error)
+        logger.warning("Oasis runs decode steps in torch alone, which is slower: %s", error)
         return None
-    library.oasis_refresh.restype = ctypes.c_int64
-    library.oasis_load.restype = None
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    library.oasis_refresh.restype = number
+    library.oasis_refresh.argtypes = (address, ctypes.c_int32)
+    for name, arguments in (
+        ("oasis_load", (*[number] * 5, *[address] * 6)),
+        ("oasis_gather", (*[number] * 5, *[address] * 4, number, *[address] * 2)),
+        ("oasis_write_tokens", (*[number] * 4, *[address] * 4, *[number] * 2, *[address] * 2)),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = None, arguments
     return library

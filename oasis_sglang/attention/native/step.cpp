@@ -1,0 +1,290 @@
+// The irregular parts of a decode step on the CPU: page selection, copies of page pieces, gathering pages for attention.
+//
+// Plain C interface, called through ctypes; selector.py, native_ops.py and transfer.py say what the arguments are. The
+// torch code beside each call says the same and is the oracle for this file.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int32_t NONE = -1;
+constexpr int64_t PREFETCH = 8;  // pages ahead
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+void widen(const float *from, float *to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+
+void widen(const BFloat16 *from, float *to, int64_t n) {
+    auto *out = reinterpret_cast<uint32_t *>(to);
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint32_t>(from[i].bits) << 16;
+}
+
+// e^x for x <= 0 in a form that compilers vectorise: 2^n times a polynomial on [-0.5, 0.5] (Cephes expf, relative error
+// below 2e-7). Arguments below -60 count as -60: a weight of 1e-26 is as good as none, and smaller ones would
+// become denormal, which costs a hundred times the time.
+inline float exp_of_negative(float x) {
+    x = std::max(x, -60.0f);
+    const float n = std::nearbyint(x * 1.44269504088896341f);
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    const int32_t power = (static_cast<int32_t>(n) + 127) << 23;
+    float two_to_n;
+    std::memcpy(&two_to_n, &power, sizeof two_to_n);
+    return y * two_to_n;
+}
+
+struct Args {
+    int64_t sequences, kv_heads, group, head_dim;
+    int64_t columns;         // of host_pages
+    int64_t budget, sink, recent, cap;
+    int64_t sequence_pages;  // last dimension of slot_of
+    int64_t set_pages;       // W, last dimension of page_of and last_used
+    int64_t step;
+    float scale;
+    const void *q;              // [sequences, kv_heads * group, head_dim]
+    const void *summaries;      // [pages * kv_heads, 2 * head_dim] largest, then smallest key
+    const int64_t *host_pages;  // [sequences, columns]
+    const int64_t *tail;        // [sequences] the page being written; pages before it are candidates
+    const int64_t *rows;        // [sequences]
+    const int64_t *owned;       // [rows, set_pages] physical pages
+    int32_t *slot_of;           // this layer's [rows, kv_heads, sequence_pages]
+    int32_t *page_of;           // this layer's [rows, kv_heads, set_pages]
+    int32_t *last_used;         // this layer's [rows, kv_heads, set_pages]
+    int64_t *attended;          // out [sequences, kv_heads, budget] logical pages, ascending
+    int64_t *table;             // out, or null: page table [?, kv_heads, table_columns] of pool rows
+    const int64_t *at;          // [sequences] which row of `table` is whose
+    int64_t table_columns;
+    int64_t *miss_host;         // out [sequences * kv_heads * budget], packed
+    int64_t *miss_head;         // out, packed
+    int64_t *miss_device;       // out, packed
+    int64_t *missed;            // out [sequences * kv_heads] misses, those left out included
+    int64_t *admitted;          // out [sequences * kv_heads]
+};
+
+// Page selection: score every page of every (sequence, KV head), pick the budget's pages, and swap the ones that are not
+// resident for the least recently used others. One task per (sequence, KV head).
+
+// Quest's bound of q.k over a page, softmaxed over pages, mean over the query heads of this KV head. The bound, the sum of
+// max(q high, q low) over dimensions, is q+ . high + q- . low.
+template <typename T>
+void score(const Args &a, int64_t i, int64_t head, int64_t candidates, std::vector<float> &scores,
+           std::vector<float> &bound) {
+    thread_local std::vector<float> query, split, page;
+    const int64_t dim = a.head_dim, heads = a.kv_heads, width = 2 * dim;
+    query.resize(a.group * dim);
+    split.resize(a.group * width);
+    page.resize(width);
+    widen(static_cast<const T *>(a.q) + (i * heads + head) * a.group * dim, query.data(), a.group * dim);
+    for (int64_t g = 0; g < a.group; ++g) {
+        for (int64_t d = 0; d < dim; ++d) {
+            const float x = query[g * dim + d] * a.scale;
+            split[g * width + d] = std::max(x, 0.0f);
+            split[g * width + dim + d] = std::min(x, 0.0f);
+        }
+    }
+    bound.resize(a.group * candidates);
+    const T *summaries = static_cast<const T *>(a.summaries);
+    float *row = page.data();
+    const int64_t *pages = a.host_pages + i * a.columns;
+    for (int64_t p = 0; p < candidates; ++p) {
+        if (p + PREFETCH < candidates) {
+            // pages lie anywhere, so the processor cannot guess the next row
+            const auto *next = reinterpret_cast<const char *>(summaries + (pages[p + PREFETCH] * heads + head) * width);
+            for (size_t byte = 0; byte < width * sizeof(T); byte += 64) __builtin_prefetch(next + byte);
+        }
+        widen(summaries + (pages[p] * heads + head) * width, row, width);
+        for (int64_t g = 0; g < a.group; ++g) {
+            const float *x = split.data() + g * width;
+            float sum = 0;
+            for (int64_t d = 0; d < width; ++d) sum += x[d] * row[d];
+            bound[g * candidates + p] = sum;
+        }
+    }
+    scores.assign(candidates, 0.0f);
+    for (int64_t g = 0; g < a.group; ++g) {
+        float *b = bound.data() + g * candidates;
+        float top = b[0], total = 0;
+        for (int64_t p = 1; p < candidates; ++p) top = std::max(top, b[p]);
+        for (int64_t p = 0; p < candidates; ++p) b[p] = exp_of_negative(b[p] - top);
+        for (int64_t p = 0; p < candidates; ++p) total += b[p];
+        const float share = 1.0f / (total * static_cast<float>(a.group));
+        for (int64_t p = 0; p < candidates; ++p) scores[p] += b[p] * share;
+    }
+}
+
+// The `count` best of `from`, which is in ascending page order and stays so; of equal scores the earlier pages.
+void best(const std::vector<float> &scores, std::vector<int32_t> &from, int64_t count) {
+    thread_local std::vector<float> values;
+    if (static_cast<int64_t>(from.size()) <= count) return;
+    values.clear();
+    for (int32_t p : from) values.push_back(scores[p]);
+    std::nth_element(values.begin(), values.begin() + count - 1, values.end(), std::greater<float>());
+    const float least = values[count - 1];
+    int64_t equal = count;  // pages with just the least score that there is room for
+    for (int64_t k = 0; k < count; ++k) equal -= values[k] > least;
+    int64_t kept = 0;
+    for (int32_t p : from) {
+        if (scores[p] > least || (scores[p] == least && equal-- > 0)) from[kept++] = p;
+    }
+    from.resize(kept);
+}
+
+template <typename T>
+void task(const Args &a, int64_t i, int64_t head) {
+    thread_local std::vector<float> scores, bound;
+    thread_local std::vector<int32_t> wanted, misses, victims, resident;
+    const int64_t tail = a.tail[i], row = a.rows[i], heads = a.kv_heads, lane = i * heads + head;
+    int32_t *slot_of = a.slot_of + (row * heads + head) * a.sequence_pages;
+    int32_t *page_of = a.page_of + (row * heads + head) * a.set_pages;
+    int32_t *used = a.last_used + (row * heads + head) * a.set_pages;
+    const int32_t step = static_cast<int32_t>(a.step);
+
+    score<T>(a, i, head, tail, scores, bound);
+    for (int64_t p = 0; p < std::min(a.sink, tail); ++p) scores[p] = INF;
+    for (int64_t p = std::max<int64_t>(tail - a.recent, 0); p < tail; ++p) scores[p] = INF;
+    wanted.resize(tail);
+    for (int64_t p = 0; p < tail; ++p) wanted[p] = static_cast<int32_t>(p);
+    best(scores, wanted, a.budget);
+
+    misses.clear();
+    for (int32_t p : wanted) {
+        if (slot_of[p] == NONE) misses.push_back(p);
+        else used[slot_of[p]] = step;
+    }
+    used[slot_of[tail]] = step;
+    a.missed[lane] = static_cast<int64_t>(misses.size());
+    if (static_cast<int64_t>(misses.size()) > a.cap) best(scores, misses, a.cap);
+    const int64_t count = static_cast<int64_t>(misses.size());
+    a.admitted[lane] = count;
+    if (count) {
+        // Slots used in this step are wanted or the tail; those a row does not own are marked as used later than any.
+        victims.clear();
+        for (int32_t w = 0; w < a.set_pages; ++w)
+            if (used[w] < step) victims.push_back(w);
+        auto older = [&](int32_t x, int32_t y) { return used[x] != used[y] ? used[x] < used[y] : x < y; };
+        std::partial_sort(victims.begin(), victims.begin() + count, victims.end(), older);
+        for (int64_t m = 0; m < count; ++m) {
+            const int32_t page = misses[m], slot = victims[m];
+            if (page_of[slot] != NONE) slot_of[page_of[slot]] = NONE;
+            page_of[slot] = page;
+            slot_of[page] = slot;
+            used[slot] = step;
+            const int64_t out = lane * a.budget + m;
+            a.miss_host[out] = a.host_pages[i * a.columns + page];
+            a.miss_head[out] = head;
+            a.miss_device[out] = a.owned[row * a.set_pages + slot];
+        }
+    }
+    int64_t *attended = a.attended + lane * a.budget;
+    if (a.missed[lane] > count) {  // the cap left pages out: attend to the best that are resident
+        resident.clear();
+        for (int64_t p = 0; p < tail; ++p)
+            if (slot_of[p] != NONE) resident.push_back(static_cast<int32_t>(p));
+        best(scores, resident, a.budget);
+        for (int64_t k = 0; k < a.budget; ++k) used[slot_of[attended[k] = resident[k]]] = step;
+    } else {
+        for (int64_t k = 0; k < a.budget; ++k) attended[k] = wanted[k];
+    }
+    if (a.table) {
+        int64_t *table = a.table + (a.at[i] * heads + head) * a.table_columns;
+        const int64_t *owned = a.owned + row * a.set_pages;
+        for (int64_t k = 0; k < a.budget; ++k) table[k] = owned[slot_of[attended[k]]] * heads + head;
+        table[a.budget] = owned[slot_of[tail]] * heads + head;
+    }
+}
+
+template <typename T>
+void run(const Args &a) {
+    const int64_t tasks = a.sequences * a.kv_heads;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t t = 0; t < tasks; ++t) task<T>(a, t / a.kv_heads, t % a.kv_heads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// dtype: 0 float32, 1 bfloat16. Returns the misses admitted, packed to the front of the miss arrays.
+int64_t oasis_refresh(const Args *args, int32_t dtype) {
+    const Args &a = *args;
+    if (dtype == 0) run<float>(a);
+    else run<BFloat16>(a);
+    int64_t total = 0;
+    for (int64_t lane = 0; lane < a.sequences * a.kv_heads; ++lane) {
+        for (int64_t m = 0; m < a.admitted[lane]; ++m, ++total) {
+            const int64_t from = lane * a.budget + m;
+            a.miss_host[total] = a.miss_host[from];
+            a.miss_head[total] = a.miss_head[from];
+            a.miss_device[total] = a.miss_device[from];
+        }
+    }
+    return total;
+}
+
+// Copies (page, head) pieces of `width` bytes for K and the same for V. On the host a piece is K and V back to back, in
+// `[pages, layers, heads]` order; on the device K and V are apart, in `[pages, heads]` order.
+void oasis_load(int64_t count, int64_t width, int64_t layers, int64_t layer, int64_t heads, const uint8_t *host,
+                const int64_t *host_pages, const int64_t *head, uint8_t *k, uint8_t *v, const int64_t *device_pages) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < count; ++i) {
+        const uint8_t *piece = host + ((host_pages[i] * layers + layer) * heads + head[i]) * 2 * width;
+        const int64_t at = (device_pages[i] * heads + head[i]) * width;
+        std::memcpy(k + at, piece, width);
+        std::memcpy(v + at, piece + width, width);
+    }
+}
+
+// Gathers the pool rows of a page table `[sequences, heads, columns]` into `k_out` and `v_out`, `width` bytes a row, and
+// empties the lanes of each sequence's last page that hold no token.
+void oasis_gather(int64_t sequences, int64_t heads, int64_t columns, int64_t width, int64_t page_size,
+                  const int64_t *table, const int64_t *tokens, const uint8_t *k, const uint8_t *v, int64_t stride,
+                  uint8_t *k_out, uint8_t *v_out) {
+    const int64_t lane = width / page_size;
+#pragma omp parallel for collapse(2) schedule(static)
+    for (int64_t i = 0; i < sequences; ++i) {
+        for (int64_t h = 0; h < heads; ++h) {
+            const int64_t base = (i * heads + h) * columns;
+            for (int64_t c = 0; c < columns; ++c) {
+                std::memcpy(k_out + (base + c) * width, k + table[base + c] * stride, width);
+                std::memcpy(v_out + (base + c) * width, v + table[base + c] * stride, width);
+            }
+            const int64_t used = tokens[i] % page_size;
+            if (used) {
+                const int64_t from = (base + tokens[i] / page_size) * width + used * lane;
+                std::memset(k_out + from, 0, (page_size - used) * lane);
+                std::memset(v_out + from, 0, (page_size - used) * lane);
+            }
+        }
+    }
+}
+
+// Writes one token's K and V for each sequence into lane `offsets[i]` of pool rows `rows[i, head]`; `lane` bytes each.
+// `k` and `v` advance `stride` bytes from one sequence to the next, their heads are adjacent.
+void oasis_write_tokens(int64_t sequences, int64_t heads, int64_t lane, int64_t page_size, const int64_t *rows,
+                        const int64_t *offsets, const uint8_t *k, const uint8_t *v, int64_t k_stride,
+                        int64_t v_stride, uint8_t *k_pool, uint8_t *v_pool) {
+    for (int64_t i = 0; i < sequences; ++i) {
+        for (int64_t h = 0; h < heads; ++h) {
+            const int64_t at = (rows[i * heads + h] * page_size + offsets[i]) * lane;
+            std::memcpy(k_pool + at, k + i * k_stride + h * lane, lane);
+            std::memcpy(v_pool + at, v + i * v_stride + h * lane, lane);
+        }
+    }
+}
+
+}

@@ -1,0 +1,46 @@
+"""Prefill of the CPU ops against float64 (C30)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oasis_sglang.attention.ops import AttentionOps
+from oasis_sglang.attention.torch_ops import PREFILL_BLOCK
+from tests.unit import oracle
+from tests.unit.test_ops import BF16, FP32, each_ops
+
+
+@each_ops
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_prefill_equals_float64(ops: AttentionOps, data: st.DataObject) -> None:
+    """C30: causal attention over prefix and chunk, grouped heads, for any split of the two."""
+    heads, group = data.draw(st.integers(1, 2), "heads"), data.draw(st.integers(1, 8), "group")
+    prefix, m = data.draw(st.integers(0, 70), "prefix"), data.draw(st.integers(1, 40), "new")
+    bf16 = data.draw(st.booleans(), "bf16")
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 999), "seed"))
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    q = torch.randn(m, heads * group, 16, generator=random).to(dtype)
+    k, v = (torch.randn(heads, prefix + m, 16, generator=random).to(dtype) for _ in range(2))
+    out = ops.prefill(q, k, v, prefix, 0.25)
+    expected = oracle.causal(q, k.transpose(0, 1), v.transpose(0, 1), prefix, 0.25)
+    assert out.shape == q.shape
+    torch.testing.assert_close(out.double(), expected, **(BF16 if bf16 else FP32))
+
+
+@each_ops
+@pytest.mark.parametrize("m", [PREFILL_BLOCK - 1, PREFILL_BLOCK + 3, 2 * PREFILL_BLOCK])
+def test_prefill_blocks_join(ops: AttentionOps, m: int) -> None:
+    """C30: queries behind a prefix go in blocks; the last row of one and the first of the next must both be right."""
+    random = torch.Generator().manual_seed(1)
+    q = torch.randn(m, 2, 8, generator=random)
+    k, v = (torch.randn(1, 37 + m, 8, generator=random) for _ in range(2))
+    out = ops.prefill(q, k, v, 37, 0.35)
+    rows = sorted({0, 1, PREFILL_BLOCK - 2, min(PREFILL_BLOCK - 1, m - 1), min(PREFILL_BLOCK, m - 1), m - 1})
+    for row in rows:
+        seen = 37 + row + 1
+        expected = oracle.attention(q[row].double(), k[:, :seen].double(), v[:, :seen].double(), 0.35)
+        torch.testing.assert_close(out[row].double(), expected, **FP32)
