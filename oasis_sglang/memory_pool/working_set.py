@@ -176,7 +176,7 @@ class WorkingSets:
         Args:
             wanted: `[n, heads, k]` logical pages, most wanted first.
             tail: `[n]` the page each row is writing to, never evicted.
-            cap: most pages brought in per head; what exceeds it stays out.
+            cap: most pages brought in per head; what exceeds it, or the slots not used in this step, stays out.
 
         Returns:
             The misses admitted. Wanted and resident slots are marked used at `step`.
@@ -191,7 +191,9 @@ class WorkingSets:
         tail_slot = slot_of.gather(-1, tail.view(-1, 1, 1).expand(-1, slot_of.shape[1], 1)).long()
         used.scatter_(-1, tail_slot, step)
         rank = missing.cumsum(-1) - 1
-        admitted = missing & (rank < cap)
+        # what this step uses is never evicted, even where that leaves misses out
+        room = (used < step).sum(-1, keepdim=True).clamp_max(cap)
+        admitted = missing & (rank < room)
         most = int(admitted.sum(-1).max()) if admitted.numel() else 0
         if most:
             # slots used in this very step (wanted or tail) must not be victims

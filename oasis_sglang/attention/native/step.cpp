@@ -131,6 +131,7 @@ void score(const Args &a, int64_t i, int64_t head, int64_t candidates, std::vect
 void best(const std::vector<float> &scores, std::vector<int32_t> &from, int64_t count) {
     thread_local std::vector<float> values;
     if (static_cast<int64_t>(from.size()) <= count) return;
+    if (count == 0) return from.clear();
     values.clear();
     for (int32_t p : from) values.push_back(scores[p]);
     std::nth_element(values.begin(), values.begin() + count - 1, values.end(), std::greater<float>());
@@ -168,14 +169,15 @@ void task(const Args &a, int64_t i, int64_t head) {
     }
     used[slot_of[tail]] = step;
     a.missed[lane] = static_cast<int64_t>(misses.size());
-    if (static_cast<int64_t>(misses.size()) > a.cap) best(scores, misses, a.cap);
+    // Slots used in this step are wanted or the tail; those a row does not own are marked as used later than any.
+    victims.clear();
+    if (!misses.empty())
+        for (int32_t w = 0; w < a.set_pages; ++w)
+            if (used[w] < step) victims.push_back(w);
+    best(scores, misses, std::min<int64_t>(a.cap, static_cast<int64_t>(victims.size())));
     const int64_t count = static_cast<int64_t>(misses.size());
     a.admitted[lane] = count;
     if (count) {
-        // Slots used in this step are wanted or the tail; those a row does not own are marked as used later than any.
-        victims.clear();
-        for (int32_t w = 0; w < a.set_pages; ++w)
-            if (used[w] < step) victims.push_back(w);
         auto older = [&](int32_t x, int32_t y) { return used[x] != used[y] ? used[x] < used[y] : x < y; };
         std::partial_sort(victims.begin(), victims.begin() + count, victims.end(), older);
         for (int64_t m = 0; m < count; ++m) {
