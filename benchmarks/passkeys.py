@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import common
 from oasis_sglang.serving import Answer, Client, Documents, Report, ask_all, greedy
 
-INSTRUCTION = "There is important information hidden in the following text. Find it and remember it.\n\n"
-QUESTION = "What is the pass key? The pass key is"
+INSTRUCTION = "Read the following text, then answer the question at its end.\n\n"
+QUESTION = "What is the pass key? Answer with the number only."
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def passkey_prompts(arguments: argparse.Namespace, documents: Documents) -> tupl
     keys = [str(key) for key in chance.sample(range(10_000, 100_000), arguments.prompts)]
     prompts = []
     for index, key in enumerate(keys):
-        fact = f"The pass key is {key}. Remember it. {key} is the pass key."
+        fact = f"Remember this: the pass key is {key}. The pass key is {key}."
         depth = chance.uniform(0.05, 0.95)
         prompts.append(documents.with_question(index, arguments.tokens, QUESTION, fact, depth, INSTRUCTION))
     return prompts, keys

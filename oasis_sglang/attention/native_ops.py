@@ -45,7 +45,7 @@ class NativeOps(TorchOps):
         )
 
     def _gather_pages(
-        self, k_rows: torch.Tensor, v_rows: torch.Tensor, table: torch.Tensor, layout: TableLayout, part: slice
+        self, k_rows: torch.Tensor, v_rows: torch.Tensor, table: torch.Tensor, layout: TableLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n, heads, columns = table.shape
         count, width, size = table.numel(), k_rows.shape[1], k_rows.element_size()
@@ -57,7 +57,7 @@ class NativeOps(TorchOps):
             width * size,
             layout.page_size,
             table.data_ptr(),
-            layout.tokens[part].data_ptr(),
+            layout.tokens.data_ptr(),
             k_rows.data_ptr(),
             v_rows.data_ptr(),
             k_rows.stride(0) * size,

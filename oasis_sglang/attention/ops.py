@@ -8,6 +8,7 @@ belongs to KV head j // G.
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -46,10 +47,10 @@ class TableLayout:
         visible = visible | (self.empty.view(-1, 1, 1) & (lane == 0))
         self.mask = torch.where(visible, zero, zero - torch.inf).unsqueeze(1)  # [n, 1, t, lanes]
 
-    def unwritten(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sequence, lane) pairs of last pages that hold no token, for the sequences `part`, counted from its start.
-        Columns past the last page name the reserved page."""
-        tokens = self.tokens[part].view(-1, 1)
+    @functools.cached_property
+    def unwritten(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sequence, lane) pairs of last pages that hold no token. Columns past the last page name the reserved page."""
+        tokens = self.tokens.view(-1, 1)
         end = -(-tokens // self.page_size) * self.page_size
         lane = torch.arange(self.columns * self.page_size, device=tokens.device)
         sequence, at = ((lane >= tokens) & (lane < end)).nonzero(as_tuple=True)

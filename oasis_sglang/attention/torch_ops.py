@@ -7,9 +7,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from oasis_sglang.attention.ops import TableLayout
 
-# K and V gathered at a time: what fits the caches of two cores, so that attention finds it there and not in memory.
-GATHER_BYTES = 4 << 20
-
 # Query rows per prefill block behind a prefix: bounds the mask to this many rows.
 PREFILL_BLOCK = 512
 
@@ -46,17 +43,13 @@ class TorchOps:
         return buffer[:size].view(rows, source.shape[1])
 
     def _gather_pages(
-        self, k_rows: torch.Tensor, v_rows: torch.Tensor, table: torch.Tensor, layout: TableLayout, part: slice
+        self, k_rows: torch.Tensor, v_rows: torch.Tensor, table: torch.Tensor, layout: TableLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of some sequences' page tables, `[n * H * N, P * D]`, in the gather buffers.
-
-        Args:
-            table: `[n, H, N]`, the rows `part` of the step's page table.
-        """
+        """K and V of a page table, `[n * H * N, P * D]`, in the gather buffers."""
         n, heads, columns = table.shape
         k, v = self._gather("k", k_rows, table), self._gather("v", v_rows, table)
         # 0 * NaN is NaN: lanes that hold no token are emptied, not only masked
-        sequence, lane = layout.unwritten(part)
+        sequence, lane = layout.unwritten
         if sequence.numel():
             for x in (k, v):
                 x.view(n, heads, columns * layout.page_size, -1)[sequence, :, lane] = 0
@@ -77,17 +70,10 @@ class TorchOps:
         # the group's query tokens become rows of one attention over the head's pages
         grouped = q.view(n, t, heads, group, dim).permute(0, 2, 1, 3, 4).reshape(n, heads, t * group, dim)
         mask = layout.mask if t == 1 else layout.mask.repeat_interleave(group, dim=2)
-        out = torch.empty_like(grouped)
-        piece = 2 * heads * columns * k_rows.shape[1] * k_rows.element_size()
-        # an even number of sequences, so that an even number of threads has equal work
-        step = max(GATHER_BYTES // piece // 2 * 2, 2)
-        for start in range(0, n, step):
-            part = slice(start, min(start + step, n))
-            k, v = (
-                x.view(-1, heads, columns * layout.page_size, dim)
-                for x in self._gather_pages(k_rows, v_rows, table[part], layout, part)
-            )
-            out[part] = scaled_dot_product_attention(grouped[part], k, v, attn_mask=mask[part], scale=scale)
+        k, v = (
+            x.view(n, heads, columns * layout.page_size, dim) for x in self._gather_pages(k_rows, v_rows, table, layout)
+        )
+        out = scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
         out = out.view(n, heads, t, group, dim).permute(0, 2, 1, 3, 4).reshape(n, t, query_heads, dim)
         if layout.has_empty:
             out[layout.empty] = 0
