@@ -204,7 +204,10 @@ def inspect_hook(hook: Hook) -> Finding:
 
 
 def inspect_all() -> list[Finding]:
-    return [inspect_hook(hook) for hook in HOOKS]
+    # Imported here: that table is made of this module's `Hook`.
+    from oasis_sglang.platform.symbols import CPU_HOOKS
+
+    return [inspect_hook(hook) for hook in (*HOOKS, *CPU_HOOKS)]
 
 
 def installed_sglang() -> str:

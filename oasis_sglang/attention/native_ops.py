@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
-from oasis_sglang.attention.native.build import load_library
 from oasis_sglang.attention.ops import AttentionOps, TableLayout
 from oasis_sglang.attention.torch_ops import TorchOps
+from oasis_sglang.native.build import load_library
 
 
 class NativeOps(TorchOps):

@@ -49,7 +49,7 @@ class TableLayout:
 
     @functools.cached_property
     def unwritten(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sequence, lane) pairs of last pages that hold no token. Columns past the last page name the reserved page."""
+        """(sequence, lane) pairs of last pages that hold no token; columns past them name the reserved page."""
         tokens = self.tokens.view(-1, 1)
         end = -(-tokens // self.page_size) * self.page_size
         lane = torch.arange(self.columns * self.page_size, device=tokens.device)

@@ -7,11 +7,11 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from oasis_sglang.attention.native.build import load_library
 from oasis_sglang.attention.ops import AttentionOps
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
+from oasis_sglang.native.build import load_library
 from oasis_sglang.speculative.lookahead import select_pages, select_resident
 
 

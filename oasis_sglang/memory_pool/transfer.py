@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from oasis_sglang.attention.native.build import load_library
 from oasis_sglang.memory_pool.host_pool import HostPool
+from oasis_sglang.native.build import load_library
 
 
 class TransferStats:

@@ -56,17 +56,16 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
             torch.set_num_threads(host.usable_cores())
         if fast_paths_enabled():
             # Here and below: these import SGLang's layers, which are being imported when the platform is chosen.
-            from oasis_sglang.platform import attention_native, native_ops
+            from oasis_sglang.platform import native_ops
 
             native_ops.register(self.get_dispatch_key_name())
-            attention_native.register()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Runs once per model, target and draft, when its weights are in place."""
         if fast_paths_enabled():
-            from oasis_sglang.platform import packed_linear
+            from oasis_sglang.platform import few_rows
 
-            packed_linear.pack_model(model)
+            few_rows.install(model)
 
 
 def fast_paths_enabled() -> bool:

@@ -9,7 +9,6 @@ from oasis_sglang.hooks import Hook, Kind
 
 _PLATFORM = "sglang.srt.platforms.interface.SRTPlatform"
 _LAYERS = "sglang.srt.layers"
-_METHOD = f"{_LAYERS}.quantization.base_config.QuantizeMethodBase"
 
 CPU_HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -19,7 +18,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
         "fills in the flags that a CPU needs",
     ),
     Hook(f"{_PLATFORM}.init_backend", Kind.SUBCLASS, ("self",), "registers the CPU operators in each worker"),
-    Hook(f"{_PLATFORM}.post_load_model", Kind.SUBCLASS, ("self", "model"), "packs the loaded weights"),
+    Hook(f"{_PLATFORM}.post_load_model", Kind.SUBCLASS, ("self", "model"), "gives linear layers the compiled product"),
     Hook(
         "sglang.kernels.fused_op.BaseFusedOp.register_oot_forward",
         Kind.CALL,
@@ -42,40 +41,12 @@ CPU_HOOKS: tuple[Hook, ...] = (
         f"{_LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply",
         Kind.SUBCLASS,
         ("self", "layer", "x", "bias"),
-        "multiplies by the packed weight",
+        "multiplies few rows in compiled code",
     ),
     Hook(
         f"{_LAYERS}.quantization.unquant.UnquantizedEmbeddingMethod.apply",
         Kind.SUBCLASS,
         ("self", "layer", "x", "bias"),
         "the same for the LM head",
-    ),
-    Hook(
-        f"{_METHOD}.restore_weights_before_loading",
-        Kind.SUBCLASS,
-        ("self", "layer"),
-        "a weight update drops the packed copy",
-    ),
-    Hook(f"{_METHOD}.process_weights_after_loading", Kind.SUBCLASS, ("self", "layer"), "and packs the new weights"),
-    Hook(
-        f"{_LAYERS}.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
-        Kind.SUBCLASS,
-        (
-            "self",
-            "query",
-            "output",
-            "k_cache",
-            "v_cache",
-            "req_to_token",
-            "req_pool_indices",
-            "seq_lens",
-            "encoder_lens",
-            "scaling",
-            "enable_gqa",
-            "causal",
-            "is_cross_attn",
-            "sliding_window_size",
-        ),
-        "the dense decode, with lengths and slots read once per pass",
     ),
 )

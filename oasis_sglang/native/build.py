@@ -1,4 +1,4 @@
-"""Compiling `step.cpp` for this machine. Without a compiler the torch code does the same work, more slowly."""
+"""Compiling the C++ sources for this machine. Without a compiler the torch code does the same work, more slowly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("step.cpp")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("step.cpp", "linear.cpp"))
 # -march=native: the library never leaves this machine, and its name carries the processor's flags. The math flags let
 # the compiler vectorise sums over dimensions. Not -ffast-math: linked into a library it makes the whole process flush
 # denormals, and it takes away the infinities that mark forced pages.
@@ -50,7 +50,7 @@ def _fingerprint(compiler: str) -> str:
             if line.startswith(("flags", "Features")):
                 break
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = (SOURCE.read_text(), " ".join(FLAGS), version, platform.machine(), flags)
+    parts = (*(source.read_text() for source in SOURCES), " ".join(FLAGS), version, platform.machine(), flags)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -63,7 +63,7 @@ def compile_library() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise RuntimeError("no C++ compiler (g++) was found")
-    target = cache_dir() / f"step-{_fingerprint(compiler)}.so"
+    target = cache_dir() / f"oasis-{_fingerprint(compiler)}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,9 @@ def compile_library() -> Path:
     handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     try:
-        run = subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", name], capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [compiler, *FLAGS, *map(str, SOURCES), "-o", name], capture_output=True, text=True, check=False
+        )
         if run.returncode:
             raise RuntimeError(f"{compiler} failed: {run.stderr.strip()[-500:]}")
         os.replace(name, target)
@@ -96,7 +98,9 @@ def load_library() -> ctypes.CDLL | None:
     number, address = ctypes.c_int64, ctypes.c_void_p
     library.oasis_refresh.restype = number
     library.oasis_refresh.argtypes = (address, ctypes.c_int32)
+    library.oasis_linear_is_fast.restype = ctypes.c_int32
     for name, arguments in (
+        ("oasis_linear", (*[number] * 3, *[address] * 3)),
         ("oasis_load", (*[number] * 5, *[address] * 6)),
         ("oasis_gather", (*[number] * 5, *[address] * 4, number, *[address] * 2)),
         ("oasis_write_tokens", (*[number] * 4, *[address] * 4, *[number] * 2, *[address] * 2)),
