@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import sglang as sgl
-from material import arguments, connect, document
+from material import SYSTEM, arguments, connect, document
 
 CODES = {"harbour": "48213", "museum": "70564", "library": "19387", "station": "62950"}
 
 
 @sgl.function
 def ask(s, text: str, place: str):
+    s += sgl.system(SYSTEM)
     s += sgl.user(f"{text}\n\nWhat is the secret code of the {place}?")
     s += sgl.assistant_begin() + f"The secret code of the {place} is "
     s += sgl.gen("code", max_tokens=8, temperature=0, regex=r"[0-9]{5}")

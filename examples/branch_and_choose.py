@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import sglang as sgl
-from material import FACTS, arguments, connect, document
+from material import FACTS, SYSTEM, arguments, connect, document
 
 CHOICES = ("1689", "1742", "1815", "1903")
 
 
 @sgl.function
 def explore(s, text: str):
+    s += sgl.system(SYSTEM)
     s += sgl.user_begin() + text + "\n\n"
     branches = s.fork(len(FACTS))
     for branch, (question, _, _) in zip(branches, FACTS, strict=True):

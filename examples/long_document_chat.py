@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import sglang as sgl
-from material import FACTS, arguments, connect, document
+from material import FACTS, SYSTEM, arguments, connect, document
 
 
 @sgl.function
 def chat(s, text: str, questions: Sequence[str]):
+    s += sgl.system(SYSTEM)
     for turn, question in enumerate(questions):
         s += sgl.user(f"{text}\n\n{question}" if turn == 0 else question)
         s += sgl.assistant(sgl.gen(f"answer_{turn}", max_tokens=24, temperature=0, stop="\n"))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from sglang import RuntimeEndpoint
 
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # what SmolLM2 was trained with
+
 # What is asked about, the fact to plant, and the part of it that a right answer holds.
 FACTS = (
     ("What is the secret code of the harbour?", "The secret code of the harbour is 48213.", "48213"),

@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         help="verify that the installed SGLang is the one this plugin hooks into",
         description="Print the table of the SGLang symbols this plugin hooks into, each with what was found.",
     )
+    check.add_argument("--json", action="store_true", help="print JSON instead of a table")
     check.set_defaults(run=_check)
     return parser
 
@@ -78,7 +79,7 @@ def _model(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from oasis_sglang.hooks import main_check
 
-    return main_check()
+    return main_check(as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -203,11 +203,16 @@ def inspect_hook(hook: Hook) -> Finding:
     return Finding(hook, None, applied)
 
 
-def inspect_all() -> list[Finding]:
+def whole_table() -> tuple[Hook, ...]:
+    """The table above and the CPU platform's."""
     # Imported here: that table is made of this module's `Hook`.
     from oasis_sglang.platform.symbols import CPU_HOOKS
 
-    return [inspect_hook(hook) for hook in (*HOOKS, *CPU_HOOKS)]
+    return (*HOOKS, *CPU_HOOKS)
+
+
+def inspect_all() -> list[Finding]:
+    return [inspect_hook(hook) for hook in whole_table()]
 
 
 def installed_sglang() -> str:

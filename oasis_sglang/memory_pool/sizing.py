@@ -13,6 +13,9 @@ GIB = 1 << 30
 # small host outright, so take a tenth and never more than that.
 RESERVE_SHARE = 0.1
 RESERVE_MAX = 10 * GIB
+# SGLang admits a request only where its input, its output to come and a page more than that are free. Without these
+# pages beyond the context length, the longest prompts that it accepts would wait for ever.
+SPARE_PAGES = 2
 
 
 class PoolGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +94,9 @@ def plan_pools(
         # A small default must still serve: one working set, where the user asked for no size at all.
         device = max(device, 2 * (config.max_set_pages + 1) * page)
     host = int(config.host_size_gb * 1e9 / token) if config.host_size_gb is not None else int(device * ratio)
+    sequence = -(-context_len // page) * page + SPARE_PAGES * page
     if max_total_tokens is None and config.host_size_gb is None:
-        host = max(host, context_len + page)
+        host = max(host, sequence)
     device, host = device // page * page, host // page * page
 
     need = config.max_set_pages + 1
@@ -103,11 +107,13 @@ def plan_pools(
             f"slack_ratio={config.slack_ratio}, min_sparse_len={config.min_sparse_len}). Use --max-total-tokens "
             f"{need * page} or more, or a smaller token_budget."
         )
-    if host < context_len:
+    if host < sequence:
+        shorter = host - SPARE_PAGES * page
         raise ValueError(
             f"The host pool of {host} tokens ({host * token / 1e9:.2f} GB per rank) is smaller than one sequence of "
-            f"{context_len} tokens (context length). Use host_size_gb={math.ceil(context_len * token / 1e7) / 100} "
-            f"or more, a larger host_to_device_ratio (now {ratio}), or --context-length {host} or less."
+            f"{context_len} tokens (context length) with {SPARE_PAGES} spare pages, {sequence} tokens. Use "
+            f"host_size_gb={math.ceil(sequence * token / 1e7) / 100} or more, a larger host_to_device_ratio "
+            f"(now {ratio})" + (f", or --context-length {shorter} or less." if shorter > 0 else ".")
         )
     plan = PoolPlan(
         host_tokens=host,

@@ -22,6 +22,8 @@ uint16_t to_bfloat16(float x) {
 
 #ifdef __AVX512BF16__
 
+constexpr int AHEAD = 4;  // rows of W
+
 // R rows of W against M rows of x; M * R accumulators must fit the 32 vector registers.
 template <int M, int R>
 void block(const uint16_t *x, const uint16_t *w, int64_t k, float *out) {
@@ -30,7 +32,12 @@ void block(const uint16_t *x, const uint16_t *w, int64_t k, float *out) {
         for (int m = 0; m < M; ++m) sum[r][m] = _mm512_setzero_ps();
     for (int64_t i = 0; i < k; i += 32) {
         __m512bh weight[R];
-        for (int r = 0; r < R; ++r) weight[r] = (__m512bh)_mm512_loadu_si512(w + r * k + i);
+        for (int r = 0; r < R; ++r) {
+            weight[r] = (__m512bh)_mm512_loadu_si512(w + r * k + i);
+            // The rows some blocks on: without it the sums wait for memory half of the time. Past the end of W it does
+            // nothing.
+            _mm_prefetch(reinterpret_cast<const char *>(w + (r + AHEAD) * k + i), _MM_HINT_T0);
+        }
         for (int m = 0; m < M; ++m) {
             const __m512bh value = (__m512bh)_mm512_loadu_si512(x + m * k + i);
             for (int r = 0; r < R; ++r) sum[r][m] = _mm512_dpbf16_ps(sum[r][m], weight[r], value);
@@ -64,7 +71,7 @@ void block(const uint16_t *x, const uint16_t *w, int64_t k, float *out) {
 
 template <int M>
 void product(int64_t n, int64_t k, const uint16_t *x, const uint16_t *w, uint16_t *y) {
-    constexpr int R = M <= 8 ? 2 : 1;
+    constexpr int R = M <= 2 ? 4 : M <= 8 ? 2 : 1;
     const int64_t blocks = n / R;
 #pragma omp parallel for schedule(static)
     for (int64_t b = 0; b < blocks; ++b) {

@@ -16,7 +16,7 @@ from oasis_sglang.cli import main
 from oasis_sglang.hooks import Hook, HookMismatchError, Kind
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target.removeprefix("sglang.srt."))
+@pytest.mark.parametrize("hook", hooks.whole_table(), ids=lambda hook: hook.target.removeprefix("sglang.srt."))
 def test_the_installed_sglang_has_every_symbol(hook: Hook) -> None:
     """C50: one row each, so that a new SGLang shows at once what moved."""
     assert hooks.inspect_hook(hook).problem is None
@@ -87,7 +87,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "sglang_fake", module)
 
     def table(name: str, parameters: tuple[str, ...] | None, kind: Kind = Kind.CALL) -> None:
-        monkeypatch.setattr(hooks, "HOOKS", (Hook(f"sglang_fake.{name}", kind, parameters, "test"),))
+        monkeypatch.setattr(hooks, "whole_table", lambda: (Hook(f"sglang_fake.{name}", kind, parameters, "test"),))
 
     return table
 
@@ -143,7 +143,7 @@ def test_a_hook_that_did_not_land_stops_the_start(fake: Any, kind: Kind) -> None
 def test_all_mismatches_are_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """C50: an operator should see the whole extent of the difference, not the first line of it."""
     changed = tuple(h._replace(parameters=("self", "moved")) for h in hooks.HOOKS if h.parameters)
-    monkeypatch.setattr(hooks, "HOOKS", changed)
+    monkeypatch.setattr(hooks, "whole_table", lambda: changed)
     with pytest.raises(HookMismatchError) as error:
         hooks.require(applied=False)
     for hook in changed:
@@ -202,7 +202,7 @@ def test_oasis_check_on_the_installed_sglang(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     report = json.loads(out[out.index("{") :])
     assert report["sglang"] == report["verified"] == hooks.SGLANG_VERSION
-    assert [row["target"] for row in report["hooks"]] == [hook.target for hook in hooks.HOOKS]
+    assert [row["target"] for row in report["hooks"]] == [hook.target for hook in hooks.whole_table()]
 
 
 # -- what we override -------------------------------------------------------------------------------------------------

@@ -95,9 +95,12 @@ def test_host_pool_smaller_than_one_sequence() -> None:
     assert advice is not None
     assert "4336 tokens" in str(error.value)
     sizes = plan(OasisConfig(host_size_gb=float(advice[1])), max_total_tokens=4096)
-    assert sizes.host_tokens >= 8192
-    with pytest.raises(ValueError, match=r"larger host_to_device_ratio \(now 1\.5\)"):
+    assert sizes.host_tokens >= 8192 + 2 * 16
+    with pytest.raises(ValueError, match=r"larger host_to_device_ratio \(now 1\.5\).* --context-length 6112 or less"):
         plan(OasisConfig(host_to_device_ratio=1.5), max_total_tokens=4096)
+    assert plan(OasisConfig(host_to_device_ratio=1.5), max_total_tokens=4096, context_len=6112).host_tokens == 6144
+    with pytest.raises(ValueError, match="with 2 spare pages, 6160 tokens"):
+        plan(OasisConfig(host_to_device_ratio=1.5), max_total_tokens=4096, context_len=6113)
 
 
 def test_device_pool_below_one_working_set() -> None:
@@ -128,7 +131,7 @@ def test_no_flags_at_all() -> None:
     assert total == pytest.approx(4 * GIB, rel=0.01), "the default takes what it was given, summaries included"
     assert sizes.host_tokens == pytest.approx(4 * sizes.device_tokens, rel=0.01)
     tiny = plan(OasisConfig(), memory_budget=GIB // 64)
-    assert tiny.host_tokens >= 8192
+    assert tiny.host_tokens >= 8192 + 2 * 16
     assert tiny.device_tokens >= 2 * OasisConfig().max_set_pages * 16
 
 
@@ -183,7 +186,7 @@ def test_every_plan_keeps_its_promises(data: st.DataObject) -> None:
         assert len(re.findall(r"\d+", problem)) >= 2
         return
     assert sizes.host_tokens % page == sizes.device_tokens % page == 0
-    assert sizes.host_tokens >= context
+    assert sizes.host_tokens >= context + 2 * page
     assert sizes.device_tokens // page > config.max_set_pages
     assert asked is None or asked - page < sizes.device_tokens <= asked
     assert sizes.host_bytes * ranks <= memory - min(math.floor(memory * RESERVE_SHARE), RESERVE_MAX)
