@@ -11,9 +11,9 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face" 
 
 # What is asked about, the fact to plant, and the part of it that a right answer holds.
 FACTS = (
-    ("What is the secret code of the harbour?", "The secret code of the harbour is 48213.", "48213"),
-    ("How many paintings does the museum own?", "The museum owns 317 paintings.", "317"),
+    ("What does a ticket to the museum cost?", "A ticket to the museum costs 14 dollars.", "14 dollars"),
     ("In which year was the castle built?", "The castle was built in the year 1742.", "1742"),
+    ("What is the secret code of the harbour?", "The secret code of the harbour is 48213.", "48213"),
 )
 
 

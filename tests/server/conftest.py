@@ -1,4 +1,8 @@
-"""Real servers for tests, one alive at a time: two would share the cores and double every wait."""
+"""Real servers for tests, one alive at a time: two would share the cores and double every wait.
+
+Tests are ordered by the server they use, so that each is started once. After every test the server must be as it was:
+nothing held, nothing alarming in the log.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +10,78 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oasis_sglang.serving import Answer, Client, Documents, Server, ask_all, oasis_flags
+from tests.server.checks import LogWatch, wait_until_idle
+from tests.server.truth import Truth, gather
 
 # Small enough that a few long prompts do not fit on the device, large enough for one whole sequence.
 CONFIG = {"token_budget": 1024, "host_to_device_ratio": 4.0}
 DEVICE_TOKENS = 12_000
 DENSE_TOKENS = 48_000
 
+FP32 = ("--dtype", "float32")
+SHARED = (*oasis_flags(CONFIG, DEVICE_TOKENS), "--enable-metrics")
+# The defaults: what fits 2,048 tokens must come out as from dense SGLang.
+WITHIN_BUDGET = (*oasis_flags({}, 4096), *FP32, "--enable-metrics", "--decode-log-interval", "8")
+# Eight pages of budget, a host pool that holds little more than one sequence, small chunks, and a retraction every few
+# steps whenever more than one request decodes.
+SMALL_POOLS = (
+    *oasis_flags({"token_budget": 128, "host_to_device_ratio": 1.5}, 1408),
+    *FP32, "--context-length", "2048", "--chunked-prefill-size", "64",
+)  # fmt: skip
+RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
+
 ServerFactory = Callable[..., contextlib.AbstractContextManager[Server]]
 DenseOutputs = Callable[..., list[Answer]]
 
+# In the order in which their servers run; a test belongs to the first that it asks for.
+SERVER_FIXTURES = ("dense_outputs", "oasis_server", "within_budget", "small_pools", "no_radix", "truth")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    places = [at for at, item in enumerate(items) if here in item.path.parents]
+
+    def turn(item: pytest.Item) -> int:
+        asked = getattr(item, "fixturenames", ())
+        return next((at for at, name in enumerate(SERVER_FIXTURES) if name in asked), len(SERVER_FIXTURES))
+
+    ordered = sorted((items[at] for at in places), key=turn)
+    for at, item in zip(places, ordered, strict=True):
+        items[at] = item
+
 
 class _OneAtATime:
-    """Keeps the shared server between tests, and stops it when a test needs the machine for another one."""
+    """Keeps the last server that was asked for, and stops it when a test needs the machine for another one."""
 
     def __init__(self, model_path: str) -> None:
         self.model_path = model_path
-        self.shared: Server | None = None
+        self.asked: tuple[Any, ...] = ()
+        self.current: Server | None = None
 
     def server(self, args: Sequence[str], env: Mapping[str, str] | None) -> Server:
         return Server(self.model_path, args, env=env)
 
-    def get_shared(self) -> Server:
-        if self.shared is None or self.shared.process is None or self.shared.process.poll() is not None:
-            self.stop_shared()
-            server = self.server([*oasis_flags(CONFIG, DEVICE_TOKENS), "--enable-metrics"], None)
+    def get(self, args: Sequence[str], env: Mapping[str, str] | None = None) -> Server:
+        """The running server if it was started like this, else one that is."""
+        asked = (tuple(args), tuple(sorted((env or {}).items())))
+        running = self.current is not None and self.current.process is not None and self.current.process.poll() is None
+        if self.current is None or not running or asked != self.asked:
+            self.stop()
+            server = self.server(args, env)
             server.start()
-            self.shared = server
-        return self.shared
+            self.current, self.asked = server, asked
+        return self.current
 
-    def stop_shared(self) -> None:
-        if self.shared is not None:
-            self.shared.stop()
-            self.shared = None
+    def stop(self) -> None:
+        if self.current is not None:
+            self.current.stop()
+            self.current = None
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +103,7 @@ def documents(model_path: str) -> Documents:
 def _servers(model_path: str) -> Iterator[_OneAtATime]:
     servers = _OneAtATime(model_path)
     yield servers
-    servers.stop_shared()
+    servers.stop()
 
 
 @pytest.fixture(scope="session")
@@ -73,25 +112,52 @@ def server_factory(_servers: _OneAtATime) -> ServerFactory:
 
     @contextlib.contextmanager
     def start(args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[Server]:
-        _servers.stop_shared()
+        _servers.stop()
         with _servers.server(args, env) as server:
             yield server
 
     return start
 
 
+def _ready(server: Server) -> Iterator[Server]:
+    """Hand a server with an empty cache to one test, and see that the test left nothing behind."""
+    client = Client(server.url)
+    client.flush_cache()
+    watch = LogWatch(server)
+    yield server
+    wait_until_idle(client)
+    watch.assert_clean()
+
+
 @pytest.fixture
-def oasis_server(_servers: _OneAtATime) -> Server:
-    """The shared oasis server, with an empty cache. Not session-scoped: it may have to start again in between."""
-    server = _servers.get_shared()
-    Client(server.url).flush_cache()
-    return server
+def oasis_server(_servers: _OneAtATime) -> Iterator[Server]:
+    """The shared oasis server, in the model's own dtype. Not session-scoped: it may have to start again in between."""
+    yield from _ready(_servers.get(SHARED))
+
+
+@pytest.fixture
+def within_budget(truth: Truth, _servers: _OneAtATime) -> Iterator[Server]:
+    """A server in fp32 with the default settings. `truth` comes first: it needs the machine for dense SGLang."""
+    yield from _ready(_servers.get(WITHIN_BUDGET))
+
+
+@pytest.fixture
+def small_pools(truth: Truth, _servers: _OneAtATime) -> Iterator[Server]:
+    """A server in fp32 whose requests outgrow their budget and are retracted all the time."""
+    yield from _ready(_servers.get(SMALL_POOLS, RETRACTIONS))
 
 
 @pytest.fixture
 def client(oasis_server: Server) -> Client:
     """A client of the shared oasis server."""
     return Client(oasis_server.url)
+
+
+@pytest.fixture(scope="session")
+def truth(server_factory: ServerFactory, documents: Documents) -> Truth:
+    """What dense SGLang in fp32 answers to everything that the tests compare with; one start of a dense server."""
+    with server_factory([*FP32, "--max-total-tokens", "12000", "--enable-metrics"]) as server:
+        return gather(Client(server.url), documents)
 
 
 @pytest.fixture(scope="session")
