@@ -138,7 +138,9 @@ def ask(
         correct=sum(code(index) in text for index, text in enumerate(texts)),
         rate=decode_rate(answers),
         device_bytes=state["device_pool_bytes"] + state["summary_bytes"] if state else in_use * per_token,
-        host_bytes=state["host_pool_bytes"] * in_use / state["host_tokens_total"] if state else 0.0,
+        host_bytes=state["host_pool_bytes"] * state["host_tokens_written"] / state["host_tokens_total"]
+        if state
+        else 0.0,
         hit_rate=state["hits_total"] / looked_up if looked_up else None,
         state=state,
     )
@@ -200,10 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         documents = Documents(model)
         prompts = build_prompts(arguments, documents)
         total = arguments.documents * (arguments.tokens + arguments.new_tokens + 16)
-        ratio = round(total / arguments.device_tokens + 0.05, 2)
-        flags = oasis_flags(
-            {"token_budget": arguments.budget, "host_to_device_ratio": max(ratio, 1.0)}, arguments.device_tokens
-        )
+        ratio = max(round(total / arguments.device_tokens + 0.05, 2), 4.0)  # 4 is the backend's own default
+        flags = oasis_flags({"token_budget": arguments.budget, "host_to_device_ratio": ratio}, arguments.device_tokens)
         console.print(
             f"{arguments.documents} documents of {arguments.tokens:,} tokens hide one fact each. Dense SGLang gets "
             f"room for all {total:,} tokens on the device, oasis for {arguments.device_tokens:,}. "

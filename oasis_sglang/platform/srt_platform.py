@@ -63,9 +63,9 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Runs once per model, target and draft, when its weights are in place."""
         if fast_paths_enabled():
-            from oasis_sglang.platform import few_rows
+            from oasis_sglang.platform import linear
 
-            few_rows.install(model)
+            linear.install(model)
 
 
 def fast_paths_enabled() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -141,9 +142,11 @@ class Server:
             time.sleep(0.5)
         raise ServerFailed(f"the server was not ready after {self.start_timeout:.0f} s{self._log_excerpt()}")
 
-    def _log_excerpt(self, lines: int = 30) -> str:
-        tail = self.log().splitlines()[-lines:]
-        return f"; the end of {self.log_path}:\n  " + "\n  ".join(tail)
+    def _log_excerpt(self, lines: int = 15) -> str:
+        """The error that ended the server, if its log names one, else the log's last lines."""
+        written = self.log().splitlines()
+        errors = [line for line in written if re.match(r"\w+(Error|Exception): ", line)]
+        return f". Its log, {self.log_path}, says:\n  " + "\n  ".join(errors[-1:] or written[-lines:])
 
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""

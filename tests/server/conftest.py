@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from oasis_sglang.serving import Answer, Client, Documents, Server, ask_all, oasis_flags
 from tests.server.checks import LogWatch, wait_until_idle
@@ -23,6 +25,8 @@ from tests.server.truth import Truth, gather
 CONFIG = {"token_budget": 1024, "host_to_device_ratio": 4.0}
 DEVICE_TOKENS = 12_000
 DENSE_TOKENS = 48_000
+# The first test that needs a server waits for its start, and for all of dense SGLang's answers.
+TEST_TIMEOUT = 1200
 
 FP32 = ("--dtype", "float32")
 SHARED = (*oasis_flags(CONFIG, DEVICE_TOKENS), "--enable-metrics")
@@ -34,6 +38,16 @@ SMALL_POOLS = (
     *oasis_flags({"token_budget": 128, "host_to_device_ratio": 1.5}, 1408),
     *FP32, "--context-length", "2048", "--chunked-prefill-size", "64",
 )  # fmt: skip
+# As a file for `--config`: no radix cache, and more requests admitted than the host pool can hold to their end.
+NO_RADIX: dict[str, Any] = {
+    "kv-backend": "oasis",
+    "oasis-config": {"token_budget": 256, "host_to_device_ratio": 1.0, "recent_tokens": 32},
+    "max-total-tokens": 2080,
+    "context-length": 2048,
+    "dtype": "float32",
+    "disable-radix-cache": True,
+    "schedule-conservativeness": 0.1,
+}
 RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "12"}
 
 ServerFactory = Callable[..., contextlib.AbstractContextManager[Server]]
@@ -54,6 +68,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ordered = sorted((items[at] for at in places), key=turn)
     for at, item in zip(places, ordered, strict=True):
         items[at] = item
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
+
+
+class ServeCommand(Server):
+    """`sglang serve` instead of `python -m sglang.launch_server`."""
+
+    @property
+    def command(self) -> list[str]:
+        return [str(Path(sys.executable).with_name("sglang")), "serve", *super().command[3:]]
 
 
 class _OneAtATime:
@@ -64,16 +88,16 @@ class _OneAtATime:
         self.asked: tuple[Any, ...] = ()
         self.current: Server | None = None
 
-    def server(self, args: Sequence[str], env: Mapping[str, str] | None) -> Server:
-        return Server(self.model_path, args, env=env)
+    def server(self, args: Sequence[str], env: Mapping[str, str] | None, kind: type[Server] = Server) -> Server:
+        return kind(self.model_path, args, env=env)
 
-    def get(self, args: Sequence[str], env: Mapping[str, str] | None = None) -> Server:
+    def get(self, args: Sequence[str], env: Mapping[str, str] | None = None, kind: type[Server] = Server) -> Server:
         """The running server if it was started like this, else one that is."""
-        asked = (tuple(args), tuple(sorted((env or {}).items())))
+        asked = (tuple(args), tuple(sorted((env or {}).items())), kind)
         running = self.current is not None and self.current.process is not None and self.current.process.poll() is None
         if self.current is None or not running or asked != self.asked:
             self.stop()
-            server = self.server(args, env)
+            server = self.server(args, env, kind)
             server.start()
             self.current, self.asked = server, asked
         return self.current
@@ -119,6 +143,12 @@ def server_factory(_servers: _OneAtATime) -> ServerFactory:
     return start
 
 
+@pytest.fixture(scope="module")
+def no_server(_servers: _OneAtATime) -> None:
+    """The machine for a module that starts processes of its own."""
+    _servers.stop()
+
+
 def _ready(server: Server) -> Iterator[Server]:
     """Hand a server with an empty cache to one test, and see that the test left nothing behind."""
     client = Client(server.url)
@@ -145,6 +175,19 @@ def within_budget(truth: Truth, _servers: _OneAtATime) -> Iterator[Server]:
 def small_pools(truth: Truth, _servers: _OneAtATime) -> Iterator[Server]:
     """A server in fp32 whose requests outgrow their budget and are retracted all the time."""
     yield from _ready(_servers.get(SMALL_POOLS, RETRACTIONS))
+
+
+@pytest.fixture(scope="session")
+def no_radix_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "serve.yaml"
+    path.write_text(yaml.safe_dump(NO_RADIX))
+    return path
+
+
+@pytest.fixture
+def no_radix(truth: Truth, _servers: _OneAtATime, no_radix_file: Path) -> Iterator[Server]:
+    """A server in fp32 without a radix cache, started by `sglang serve --config`."""
+    yield from _ready(_servers.get(["--config", str(no_radix_file)], kind=ServeCommand))
 
 
 @pytest.fixture

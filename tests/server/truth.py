@@ -54,13 +54,11 @@ def make_prompts(documents: Documents) -> list[Prompt]:
 def gather(client: Client, documents: Documents) -> Truth:
     """Ask a dense server everything."""
     prompts = make_prompts(documents)
-    answers = ask_all(client, prompts, greedy(NEW_TOKENS, ignore_eos=True), concurrency=8)
+    answers = ask_all(client, prompts, greedy(NEW_TOKENS, ignore_eos=True))
     question = documents.with_question(40, 70, "What is two plus two? Answer with one number.")
     natural = client.stream(question, greedy(48))
     client.flush_cache()
-    logprobs = [
-        client.generate(prompts[at], greedy(16, ignore_eos=True), **LOGPROB_FIELDS) for at in LOGPROB_PROMPTS
-    ]
+    logprobs = [client.generate(prompts[at], greedy(16, ignore_eos=True), **LOGPROB_FIELDS) for at in LOGPROB_PROMPTS]
     client.flush_cache()
     second_turn = [*prompts[16], *answers[16].output_ids, *documents.text(50, 40)]
     second_answer = client.stream(second_turn, greedy(32, ignore_eos=True))

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasis_sglang.attention.ops import AttentionOps
-from oasis_sglang.attention.torch_ops import PREFILL_BLOCK
 from tests.unit import oracle
 from tests.unit.test_ops import BF16, FP32, each_ops
 
@@ -32,15 +31,25 @@ def test_prefill_equals_float64(ops: AttentionOps, data: st.DataObject) -> None:
 
 
 @each_ops
-@pytest.mark.parametrize("m", [PREFILL_BLOCK - 1, PREFILL_BLOCK + 3, 2 * PREFILL_BLOCK])
-def test_prefill_blocks_join(ops: AttentionOps, m: int) -> None:
-    """C30: queries behind a prefix go in blocks; the last row of one and the first of the next must both be right."""
+@pytest.mark.parametrize("m", [511, 515, 1024])
+def test_prefix_and_new_tokens_join(ops: AttentionOps, m: int) -> None:
+    """C30: attention over the prefix and over the new tokens is computed apart; the two must join for every row, with
+    more rows than the attention kernel takes at once."""
     random = torch.Generator().manual_seed(1)
     q = torch.randn(m, 2, 8, generator=random)
     k, v = (torch.randn(1, 37 + m, 8, generator=random) for _ in range(2))
     out = ops.prefill(q, k, v, 37, 0.35)
-    rows = sorted({0, 1, PREFILL_BLOCK - 2, min(PREFILL_BLOCK - 1, m - 1), min(PREFILL_BLOCK, m - 1), m - 1})
-    for row in rows:
+    for row in sorted({0, 1, 510, m // 2, m - 1}):
         seen = 37 + row + 1
         expected = oracle.attention(q[row].double(), k[:, :seen].double(), v[:, :seen].double(), 0.35)
         torch.testing.assert_close(out[row].double(), expected, **FP32)
+
+
+@each_ops
+def test_a_far_stronger_side_wins_without_nan(ops: AttentionOps) -> None:
+    """C24: logits of one side a thousand below the other's leave the other's values, and no NaN."""
+    q = torch.ones(2, 1, 8)
+    k, v = torch.full((1, 12, 8), -400.0), torch.zeros(1, 12, 8)
+    k[:, :4], v[:, :4] = 400.0, 3.0  # in the prefix
+    torch.testing.assert_close(ops.prefill(q, k, v, 10, 1.0), torch.full((2, 1, 8), 3.0))
+    torch.testing.assert_close(ops.prefill(q, -k, v, 10, 1.0)[1], torch.zeros(1, 8))

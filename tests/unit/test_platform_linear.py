@@ -1,4 +1,4 @@
-"""The compiled product for few rows: right, the same bits in any batch, and SGLang's own everywhere else."""
+"""Linear layers of the CPU platform: right for any number of rows, the same bits in any batch of a few."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytest.importorskip("sglang")
 if load_library() is None:
     pytest.skip("there is no C++ compiler here", allow_module_level=True)
 
-from oasis_sglang.platform import few_rows
+from oasis_sglang.platform import linear as vector
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     library = load_library()
     assert library is not None
-    return few_rows.linear(library, x, weight, bias)
+    return vector.linear(library, x, weight, bias)
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -62,6 +62,13 @@ def test_everything_else_is_f_linear(x: torch.Tensor, weight: torch.Tensor) -> N
     assert torch.equal(product(x, weight), F.linear(x, weight))
 
 
+@pytest.mark.parametrize("rows", [vector.MANY_ROWS - 1, vector.MANY_ROWS, vector.MANY_ROWS + 77])
+def test_many_rows_are_within_one_rounding(rows: int) -> None:
+    x, weight, bias = values(rows, 96), values(40, 96, seed=1), values(40, seed=2)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(product(x, weight, bias).double(), expected, rtol=2**-7, atol=2**-6)
+
+
 def test_infinities_and_nan_pass_through() -> None:
     x = torch.zeros(1, 32, dtype=torch.bfloat16)
     x[0, 0], weight = torch.inf, torch.ones(3, 32, dtype=torch.bfloat16)
@@ -74,7 +81,7 @@ def test_install_takes_plain_bfloat16_layers_only() -> None:
     """A layer with its own kernel, another dtype, or an LM head whose precision was changed keeps what it has."""
     from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
-    if few_rows.fast_library() is None:
+    if vector.fast_library() is None:
         pytest.skip("this processor has no bfloat16 products")
 
     class Own(UnquantizedLinearMethod):
@@ -96,9 +103,9 @@ def test_install_takes_plain_bfloat16_layers_only() -> None:
         return built
 
     first = model()
-    assert few_rows.install(first) == 2
-    assert isinstance(first.plain.quant_method, few_rows.FewRowsLinearMethod)
-    assert isinstance(first.lm_head.quant_method, few_rows.FewRowsEmbeddingMethod)
+    assert vector.install(first) == 2
+    assert isinstance(first.plain.quant_method, vector.VectorLinearMethod)
+    assert isinstance(first.lm_head.quant_method, vector.VectorEmbeddingMethod)
     assert type(first.wide.quant_method) is UnquantizedLinearMethod
     assert type(first.own.quant_method) is Own
-    assert few_rows.install(model(use_fp32_lm_head=True)) == 1
+    assert vector.install(model(use_fp32_lm_head=True)) == 1
