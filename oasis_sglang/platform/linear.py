@@ -1,10 +1,10 @@
 """Linear layers of bfloat16 models on processors that multiply bfloat16 with vectors, not with tiles (AMX).
 
-- **Few rows** (a decode step, up to 16): `F.linear` hands oneDNN a row-major weight, which its kernel re-arranges on every
-  call; that costs as much as reading it. The compiled product (`native/linear.cpp`) reads the plain weight once. A
-  row's result does not depend on how many rows there are, so a sequence decodes to the same bits in any such batch.
-- **Many rows** (a prefill, 512 and more): such a processor multiplies float32 twice as fast as bfloat16 (274 against 141
-  GFLOP/s where it was measured), so the operands are widened for the call. Sums are float32 either way.
+- **Few rows** (a decode step, up to 16): `F.linear` hands oneDNN a row-major weight, which its kernel re-arranges on
+  every call; that costs as much as reading it. The compiled product (`native/linear.cpp`) reads the plain weight once.
+  A row's result does not depend on how many rows there are, so a sequence decodes to the same bits in any such batch.
+- **Many rows** (a prefill, 512 and more): such a processor multiplies float32 twice as fast as bfloat16 (274 against
+  141 GFLOP/s where it was measured), so the operands are widened for the call. Sums are float32 either way.
 
 Everything else, float32 models included, is `F.linear` as SGLang calls it.
 """
