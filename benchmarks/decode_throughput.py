@@ -57,7 +57,7 @@ def variants(arguments: argparse.Namespace) -> list[common.Variant]:
     total = arguments.documents * (arguments.tokens + arguments.new_tokens)
     room = total + arguments.documents * (arguments.short_tokens + arguments.new_tokens) + 1024
     # The oasis host pool must keep every prompt of every workload, as the dense pool does.
-    device = arguments.device_tokens or int(DEVICE_KV_TARGET * total) // 64 * 64
+    device = arguments.device_tokens or int(DEVICE_KV_TARGET * total) // 64 * 64 - 64  # the reserved page counts
     everything = {
         "dense": common.dense(room),
         "oasis": common.oasis(

@@ -213,7 +213,7 @@ void task(const Args &a, int64_t i, int64_t head) {
 template <typename T>
 void run(const Args &a) {
     const int64_t tasks = a.sequences * a.kv_heads;
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < tasks; ++t) task<T>(a, t / a.kv_heads, t % a.kv_heads);
 }
 
