@@ -194,7 +194,8 @@ def test_no_row_takes_no_pages(rank: Rank) -> None:
 
 def test_scheduling_past_admission_is_an_error(make_rank: MakeRank) -> None:
     """C19: a path that skips admission must stop, not decode without pages."""
-    rank = make_rank(device_tokens=(CONFIG.max_set_pages + 1) * PAGE, config=OasisConfig(token_budget=64, host_to_device_ratio=5))
+    config = OasisConfig(token_budget=64, host_to_device_ratio=5)
+    rank = make_rank(device_tokens=(CONFIG.max_set_pages + 1) * PAGE, config=config)
     rank.rows.alloc([request(400)])
     with pytest.raises(RuntimeError, match="request-300 was scheduled with 1 device pages free, it needs 7"):
         rank.rows.alloc([request(300)])
