@@ -28,7 +28,8 @@ def assert_serves(client: Client, truth: Truth) -> None:
     client.flush_cache(wait=600)
     state = client.oasis()
     assert (state["host_tokens_written"], state["working_sets"], state["device_tokens_used"]) == (0, 0, 0)
-    assert_same([truth.prompts[AT]], [client.stream(truth.prompts[AT], FULL)], [truth.answers[AT]])
+    answer = client.stream(truth.prompts[AT], greedy(16, ignore_eos=True))
+    assert answer.output_ids == truth.answers[AT].output_ids[:16]
 
 
 def test_client_leaves_while_decoding(client: Client, truth: Truth) -> None:
