@@ -38,6 +38,7 @@ class Coordinator:
         self.tier = tier
         self.setup = setup
         self._attempts: dict[int, Attempt] = {}
+        self._prompts: dict[int, int] = {}  # tokens that the request of a row came with
         self._row_of = torch.full((1,), -1, dtype=torch.int64)
 
     # -- admission ------------------------------------------------------------------------------------------------
@@ -74,6 +75,7 @@ class Coordinator:
                     f"{self.pages_needed(req)}"
                 )
             self._attempts[index] = attempt
+            self._prompts[index] = len(req.origin_input_ids)
             self._remember(index, attempt.row)
 
     def leave(self, indices: list[int]) -> None:
@@ -82,6 +84,7 @@ class Coordinator:
             attempt = self._attempts.pop(index, None)
             if attempt is not None:
                 self.tier.release(attempt)
+                self._prompts.pop(index)
                 self._remember(index, -1)
 
     def leave_all(self) -> None:
@@ -107,6 +110,10 @@ class Coordinator:
                 f"requests in rows {req_pool_indices[rows < 0].tolist()} run without having been admitted to the device"
             )
         return rows
+
+    def prompts(self, req_pool_indices: torch.Tensor) -> list[int]:
+        """Tokens that running requests came with: what else they extend by was decoded before a retraction."""
+        return [self._prompts[index] for index in req_pool_indices.tolist()]
 
     # -- slots ----------------------------------------------------------------------------------------------------
 

@@ -68,13 +68,14 @@ class OasisAttnBackend(AttentionBackend):
         rows = self.coordinator.rows(indices).tolist()
         lengths = batch.extend_seq_lens.tolist()
         prefixes = batch.extend_prefix_lens.tolist()
+        prompts = self.coordinator.prompts(indices)
         slots = batch.out_cache_loc.to(torch.int64).split(lengths)
         table = self.req_to_token_pool.req_to_token
         sequences = []
         for i, row in enumerate(rows):
             total = prefixes[i] + lengths[i]
             pages = table[indices[i], : total : self.page_size].to(torch.int64) // self.page_size
-            sequences.append(ExtendSequence(row, prefixes[i], lengths[i], slots[i], pages))
+            sequences.append(ExtendSequence(row, prefixes[i], lengths[i], slots[i], pages, prompts[i]))
         return sequences
 
     def forward_extend(

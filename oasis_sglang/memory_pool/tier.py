@@ -5,11 +5,12 @@ with them. Knows torch, not SGLang.
 
     per layer:                                      before: place the tail page, build the plan
       prefix K, V  <- host pool                     per layer:
-      attention, dense                                new K, V -> tail page on the device
+      attention, dense *                              new K, V -> tail page on the device
       new K, V     -> host pool, summaries            select pages, fetch misses (`wait`)
       working set  <- host pool, by the last query    attention over the page table
     after: count the tokens written                   select and fetch for the next step (`skip`)
                                                     after: new K, V -> host pool, summaries
+    * tokens that were decoded before a retraction: sparse, as decode was
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from oasis_sglang.speculative.lookahead import select_pages
 # Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by
 # their rank, stay above the mark of an empty slot.
 FIRST_STEP = 1 << 24
+# Queries replayed at once: each gathers a budget of its own.
+REPLAY_QUERIES = 16
 
 
 class ExtendSequence(NamedTuple):
@@ -42,6 +45,8 @@ class ExtendSequence(NamedTuple):
     new: int
     slots: torch.Tensor  # [new] int64
     pages: torch.Tensor  # [ceil((prefix + new) / page_size)] host pages, in sequence order
+    # Tokens that the request came with. Any after them were decoded before it was retracted; None: there are none.
+    prompt: int | None = None
 
 
 class TierStats:
@@ -151,8 +156,34 @@ class KVTier:
         total = prefix + sequence.new
         last = total - (sequence.pages.numel() - 1) * page
         self.summaries.rebuild(layer, touched, self.host.read_keys(layer, touched), last)
+        self._replay(layer, sequence, q, out, scale)
         self._settle(layer, sequence, q[-1:], scale)
         return out
+
+    def _replay(self, layer: int, sequence: ExtendSequence, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+        """Attend for tokens that were decoded before a retraction as decode did, from the host pool: dense attention
+        would give them other keys and values in the next layers, and the request another text."""
+        prefix, page, heads = sequence.prefix, self.geometry.page_size, self.geometry.kv_heads
+        total = prefix + sequence.new
+        first = total if sequence.prompt is None else max(prefix, sequence.prompt)
+        if first >= total or layer < self.config.dense_layers:
+            return
+        lengths = torch.arange(first, total) + 1
+        host_rows = self.host.rows.view(self.host.dtype)
+        every_page = self.summaries.row_ids(sequence.pages).T
+        for part in lengths[sparse_mask(lengths, self.config)].split(REPLAY_QUERIES):
+            at, tail, n = part - 1 - prefix, (part - 1) // page, part.numel()
+            if not n:
+                continue
+            rows = every_page.expand(n, heads, -1)
+            scores = self.ops.score_pages(q[at], self.summaries.table[layer], rows, tail, scale)
+            chosen = select_pages(scores, tail, self.config)
+            attended = torch.cat((chosen, tail.view(n, 1, 1).expand(n, heads, 1)), dim=-1)
+            table = self.host.row_ids(layer, sequence.pages[attended], self._heads.view(1, -1, 1))
+            tokens = part - tail * page + self.config.budget_pages * page
+            layout = TableLayout(tokens, attended.shape[-1], page, 1, q.dtype)
+            query = q[at].unsqueeze(1)
+            out[at] = self.ops.attend(query, host_rows[:, 0], host_rows[:, 1], table, layout, scale).squeeze(1)
 
     def finish_extend(self, sequences: list[ExtendSequence]) -> None:
         """After the last layer: the chunk's tokens count as written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oasis_sglang.serving import Client, Documents, Server, ask_all, greedy
-from tests.server.checks import LogWatch, wait_until_idle
+from tests.server.checks import Background, LogWatch, wait_until_idle
 from tests.server.truth import NEW_TOKENS, Truth, assert_same
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -39,11 +39,15 @@ def test_host_pool_full_in_mid_flight(no_radix: Server, documents: Documents) ->
     """C5, C9, C11: four requests are admitted that the host pool cannot hold to their end. SGLang retracts, the request
     starts again, and its text is what it is when it has the pool to itself."""
     client, watch = Client(no_radix.url), LogWatch(no_radix)
-    prompts = [documents.text(120 + at, 480) for at in range(4)]
-    together = ask_all(client, prompts, greedy(72))
+    prompts, sampling = [documents.text(120 + at, 464) for at in range(4)], greedy(96)
+    running = []
+    for prompt in prompts:  # one after the other: SGLang counts what it admits together to its end
+        running.append(Background(client, prompt, sampling))
+        running[-1].wait_for_tokens(1)
+    together = [request.join() for request in running]
     assert sum(int(answer.meta["num_retractions"]) for answer in together) > 0
     assert "KV cache pool is full. Retract requests." in watch.text()
-    alone = [client.stream(prompt, greedy(72)) for prompt in prompts]
+    alone = [client.stream(prompt, sampling) for prompt in prompts]
     assert sum(int(answer.meta["num_retractions"]) for answer in alone) == 0
     assert_same(prompts, together, alone)
 

@@ -79,10 +79,13 @@ class Harness:
         positions = range(sequence.tokens, sequence.tokens + tokens)
         return torch.tensor([sequence.pages[t // page] * page + t % page for t in positions])
 
-    def extend(self, sequence: Sequence, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Add `tokens` prompt tokens; returns queries and outputs per layer."""
+    def extend(
+        self, sequence: Sequence, tokens: int, prompt: int | None = None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Add prompt tokens, those past `prompt` as after a retraction; returns queries and outputs per layer."""
         slots = self._grow(sequence, tokens)
-        part = ExtendSequence(sequence.attempt.row, sequence.tokens, tokens, slots, torch.tensor(sequence.pages))
+        pages = torch.tensor(sequence.pages)
+        part = ExtendSequence(sequence.attempt.row, sequence.tokens, tokens, slots, pages, prompt)
         queries, outputs = [], []
         for layer in range(self.geometry.layers):
             q = self.noise(tokens, self.query_heads, self.geometry.head_dim)

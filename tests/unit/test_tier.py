@@ -123,6 +123,27 @@ def test_prefill_equals_dense_in_chunks_and_after_a_prefix_hit() -> None:
     check_decode(harness, [s])
 
 
+@pytest.mark.parametrize("chunk", [100, 26])
+def test_tokens_decoded_before_a_retraction_attend_as_they_did(chunk: int) -> None:
+    """C5, contract 1: computed again in one extend or several, they get top-K attention like the first time; dense
+    attention would change their keys and values, and the text that follows. The prompt stays dense."""
+    config = OasisConfig(token_budget=48, sink_tokens=16, dense_layers=1, host_to_device_ratio=1)
+    harness, prompt, total = Harness(config, layers=3), 120, 224
+    s = harness.admit(total + 4)
+    assert s is not None
+    harness.extend(s, prompt + 4, prompt)
+    while s.tokens < total:
+        first, count = s.tokens, min(chunk, total - s.tokens)
+        queries, outputs = harness.extend(s, count, prompt)
+        for layer, (q, out) in enumerate(zip(queries, outputs, strict=True)):
+            for i in range(count):
+                expected = oracle.decode(
+                    harness.tier.host, layer, s.pages, first + i + 1, q[i], config, harness.scale, dense=layer < 1
+                )
+                torch.testing.assert_close(out[i].double(), expected, rtol=1e-4, atol=1e-4)
+    check_decode(harness, [s])
+
+
 def test_reused_pages_carry_no_trace_of_their_last_owner() -> None:
     """C38: after eviction and reuse, summaries and attention are those of the new data."""
     harness = Harness(OasisConfig(token_budget=32, page_size=16), host_pages=14, device_pages=20)
