@@ -46,7 +46,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     host_size_gb: float | None = None
     sink_tokens: int = 0
     recent_tokens: int = 0
-    slack_ratio: float = 0.1
+    slack_ratio: float = 0.25
     fetch_ratio: float = 1.0
     miss_policy: MissPolicy = "wait"
     predictor: PredictorName = "previous"
@@ -117,7 +117,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"token_budget={self.token_budget}; leave at least one page ({page} tokens) for selected pages"
             )
         if not 0 <= self.slack_ratio <= 8 or not math.isfinite(self.slack_ratio):
-            raise ConfigError(f"slack_ratio={self.slack_ratio} must lie between 0 and 8, for example 0.1")
+            raise ConfigError(f"slack_ratio={self.slack_ratio} must lie between 0 and 8, for example 0.25")
         if not 0 < self.fetch_ratio <= 1:
             raise ConfigError(f"fetch_ratio={self.fetch_ratio} must lie in (0, 1]; 1.0 is no cap, the paper uses 0.05")
         if self.host_size_gb is not None and not (self.host_size_gb > 0 and math.isfinite(self.host_size_gb)):

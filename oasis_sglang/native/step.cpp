@@ -7,14 +7,19 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
 constexpr int32_t NONE = -1;
 constexpr int64_t PREFETCH = 8;  // pages ahead
+constexpr int64_t BLOCK = 4;     // pages scored together
+constexpr int64_t LANES = 16;    // a multiple of BLOCK
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 struct BFloat16 {
@@ -76,91 +81,163 @@ struct Args {
     int64_t *admitted;          // out [sequences * kv_heads]
 };
 
+// What one thread works in; kept between calls. Functions get it as an argument, since each use of a thread_local's name
+// is a call.
+template <typename T>
+struct Scratch {
+    std::vector<T> split;
+    std::vector<float> bound, scores;
+    std::vector<uint32_t> bits;
+    std::vector<int32_t> wanted, misses, victims, resident;
+};
+
 // Page selection: score every page of every (sequence, KV head), pick the budget's pages, and swap the ones that are not
 // resident for the least recently used others. One task per (sequence, KV head).
+
+inline float value(float x) { return x; }
+
+inline float value(BFloat16 x) {
+    float y;
+    widen(&x, &y, 1);
+    return y;
+}
+
+// BLOCK dot products: of `x` with each of `rows`, all `width` long.
+template <typename T>
+void dots(const T *x, const T *const *rows, int64_t width, float *out) {
+    for (int64_t j = 0; j < BLOCK; ++j) {
+        float sum = 0;
+        for (int64_t d = 0; d < width; ++d) sum += value(x[d]) * value(rows[j][d]);
+        out[j] = sum;
+    }
+}
+
+#ifdef __AVX512BF16__
+
+// Products of bfloat16 are exact in float32, so this differs from the loop above only in the order of the sum.
+template <>
+void dots(const BFloat16 *x, const BFloat16 *const *rows, int64_t width, float *out) {
+    static_assert(BLOCK == 4);
+    __m512 sum[BLOCK];
+    for (__m512 &each : sum) each = _mm512_setzero_ps();
+    for (int64_t d = 0; d < width; d += 32) {
+        const __mmask32 used = width - d >= 32 ? ~0u : (1u << (width - d)) - 1;
+        const auto left = (__m512bh)_mm512_maskz_loadu_epi16(used, x + d);
+        for (int64_t j = 0; j < BLOCK; ++j) {
+            sum[j] = _mm512_dpbf16_ps(sum[j], left, (__m512bh)_mm512_maskz_loadu_epi16(used, rows[j] + d));
+        }
+    }
+    __m256 half[BLOCK];
+    for (int64_t j = 0; j < BLOCK; ++j) {
+        half[j] = _mm256_add_ps(_mm512_castps512_ps256(sum[j]), _mm512_extractf32x8_ps(sum[j], 1));
+    }
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+}
+
+#endif
 
 // Quest's bound of q.k over a page, softmaxed over pages, mean over the query heads of this KV head. The bound, the sum of
 // max(q high, q low) over dimensions, is q+ . high + q- . low.
 template <typename T>
-void score(const Args &a, int64_t i, int64_t head, int64_t candidates, std::vector<float> &scores,
-           std::vector<float> &bound) {
-    thread_local std::vector<float> query, split, page;
+void score(const Args &a, int64_t i, int64_t head, int64_t candidates, Scratch<T> &scratch) {
+    std::vector<T> &split = scratch.split;
+    std::vector<float> &bound = scratch.bound, &scores = scratch.scores;
     const int64_t dim = a.head_dim, heads = a.kv_heads, width = 2 * dim;
-    query.resize(a.group * dim);
     split.resize(a.group * width);
-    page.resize(width);
-    widen(static_cast<const T *>(a.q) + (i * heads + head) * a.group * dim, query.data(), a.group * dim);
+    const T *query = static_cast<const T *>(a.q) + (i * heads + head) * a.group * dim;
     for (int64_t g = 0; g < a.group; ++g) {
         for (int64_t d = 0; d < dim; ++d) {
-            const float x = query[g * dim + d] * a.scale;
-            split[g * width + d] = std::max(x, 0.0f);
-            split[g * width + dim + d] = std::min(x, 0.0f);
+            const T x = query[g * dim + d];
+            split[g * width + d] = value(x) > 0 ? x : T{};
+            split[g * width + dim + d] = value(x) < 0 ? x : T{};
         }
     }
-    bound.resize(a.group * candidates);
+    const int64_t stride = (candidates + LANES - 1) / LANES * LANES;
+    bound.resize(a.group * stride);
     const T *summaries = static_cast<const T *>(a.summaries);
-    float *row = page.data();
     const int64_t *pages = a.host_pages + i * a.columns;
-    for (int64_t p = 0; p < candidates; ++p) {
-        if (p + PREFETCH < candidates) {
-            // pages lie anywhere, so the processor cannot guess the next row
-            const auto *next = reinterpret_cast<const char *>(summaries + (pages[p + PREFETCH] * heads + head) * width);
+    auto summary = [&](int64_t p) { return summaries + (pages[std::min(p, candidates - 1)] * heads + head) * width; };
+    for (int64_t p = 0; p < stride; p += BLOCK) {
+        const T *rows[BLOCK];
+        for (int64_t j = 0; j < BLOCK; ++j) {
+            rows[j] = summary(p + j);  // past the last page: that one again
+            // pages lie anywhere, so the processor cannot guess the next rows
+            const auto *next = reinterpret_cast<const char *>(summary(p + j + PREFETCH));
             for (size_t byte = 0; byte < width * sizeof(T); byte += 64) __builtin_prefetch(next + byte);
         }
-        widen(summaries + (pages[p] * heads + head) * width, row, width);
-        for (int64_t g = 0; g < a.group; ++g) {
-            const float *x = split.data() + g * width;
-            float sum = 0;
-            for (int64_t d = 0; d < width; ++d) sum += x[d] * row[d];
-            bound[g * candidates + p] = sum;
-        }
+        for (int64_t g = 0; g < a.group; ++g) dots(split.data() + g * width, rows, width, &bound[g * stride + p]);
     }
     scores.assign(candidates, 0.0f);
     for (int64_t g = 0; g < a.group; ++g) {
-        float *b = bound.data() + g * candidates;
-        float top = b[0], total = 0;
-        for (int64_t p = 1; p < candidates; ++p) top = std::max(top, b[p]);
-        for (int64_t p = 0; p < candidates; ++p) b[p] = exp_of_negative(b[p] - top);
+        float *b = bound.data() + g * stride;
+        // Lane by lane, because compilers do not vectorise the maximum of a whole row where there may be NaNs.
+        float tops[LANES];
+        std::copy_n(b, LANES, tops);
+        for (int64_t p = LANES; p < stride; p += LANES) {
+            for (int64_t l = 0; l < LANES; ++l) tops[l] = b[p + l] > tops[l] ? b[p + l] : tops[l];
+        }
+        const float top = *std::max_element(tops, tops + LANES);
+        float total = 0;
+        for (int64_t p = 0; p < candidates; ++p) b[p] = exp_of_negative((b[p] - top) * a.scale);
         for (int64_t p = 0; p < candidates; ++p) total += b[p];
         const float share = 1.0f / (total * static_cast<float>(a.group));
         for (int64_t p = 0; p < candidates; ++p) scores[p] += b[p] * share;
     }
 }
 
-// The `count` best of `from`, which is in ascending page order and stays so; of equal scores the earlier pages.
-void best(const std::vector<float> &scores, std::vector<int32_t> &from, int64_t count) {
-    thread_local std::vector<float> values;
-    if (static_cast<int64_t>(from.size()) <= count) return;
+// The `count` best of `from`, which is in ascending page order and stays so; of equal scores the earlier pages. Scores are
+// not negative, so their bits order them as their values do; and bits order NaNs too.
+template <typename T>
+void best(Scratch<T> &scratch, std::vector<int32_t> &from, int64_t count) {
+    const float *scores = scratch.scores.data();
+    std::vector<uint32_t> &bits = scratch.bits;
+    const int64_t size = static_cast<int64_t>(from.size());
+    if (size <= count) return;
     if (count == 0) return from.clear();
-    values.clear();
-    for (int32_t p : from) values.push_back(scores[p]);
-    std::nth_element(values.begin(), values.begin() + count - 1, values.end(), std::greater<float>());
-    const float least = values[count - 1];
-    int64_t equal = count;  // pages with just the least score that there is room for
-    for (int64_t k = 0; k < count; ++k) equal -= values[k] > least;
+    bits.resize(size);
+    for (int64_t k = 0; k < size; ++k) std::memcpy(&bits[k], &scores[from[k]], sizeof(float));
+    // The least score to keep, bit by bit from the top: the greatest one that `count` scores reach. Counting runs at
+    // full width, where a selection by partitions guesses wrong at every second score.
+    uint32_t least = 0;
+    int32_t above = 0;  // scores greater than `least`
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        const uint32_t next = least | bit;
+        int32_t reach = 0;
+        for (int64_t k = 0; k < size; ++k) reach += bits[k] >= next;
+        if (reach >= count) least = next;
+        else above = reach;
+    }
+    int64_t equal = count - above;  // pages with just the least score that there is room for
     int64_t kept = 0;
-    for (int32_t p : from) {
-        if (scores[p] > least || (scores[p] == least && equal-- > 0)) from[kept++] = p;
+    for (int64_t k = 0; k < size; ++k) {
+        const bool tie = bits[k] == least;
+        from[kept] = from[k];
+        kept += bits[k] > least || (tie && equal > 0);
+        equal -= tie;
     }
     from.resize(kept);
 }
 
 template <typename T>
 void task(const Args &a, int64_t i, int64_t head) {
-    thread_local std::vector<float> scores, bound;
-    thread_local std::vector<int32_t> wanted, misses, victims, resident;
+    thread_local Scratch<T> own;
+    Scratch<T> &scratch = own;
+    std::vector<float> &scores = scratch.scores;
+    std::vector<int32_t> &wanted = scratch.wanted, &misses = scratch.misses, &victims = scratch.victims,
+                         &resident = scratch.resident;
     const int64_t tail = a.tail[i], row = a.rows[i], heads = a.kv_heads, lane = i * heads + head;
     int32_t *slot_of = a.slot_of + (row * heads + head) * a.sequence_pages;
     int32_t *page_of = a.page_of + (row * heads + head) * a.set_pages;
     int32_t *used = a.last_used + (row * heads + head) * a.set_pages;
     const int32_t step = static_cast<int32_t>(a.step);
 
-    score<T>(a, i, head, tail, scores, bound);
+    score(a, i, head, tail, scratch);
     for (int64_t p = 0; p < std::min(a.sink, tail); ++p) scores[p] = INF;
     for (int64_t p = std::max<int64_t>(tail - a.recent, 0); p < tail; ++p) scores[p] = INF;
     wanted.resize(tail);
     for (int64_t p = 0; p < tail; ++p) wanted[p] = static_cast<int32_t>(p);
-    best(scores, wanted, a.budget);
+    best(scratch, wanted, a.budget);
 
     misses.clear();
     for (int32_t p : wanted) {
@@ -174,7 +251,7 @@ void task(const Args &a, int64_t i, int64_t head) {
     if (!misses.empty())
         for (int32_t w = 0; w < a.set_pages; ++w)
             if (used[w] < step) victims.push_back(w);
-    best(scores, misses, std::min<int64_t>(a.cap, static_cast<int64_t>(victims.size())));
+    best(scratch, misses, std::min<int64_t>(a.cap, static_cast<int64_t>(victims.size())));
     const int64_t count = static_cast<int64_t>(misses.size());
     a.admitted[lane] = count;
     if (count) {
@@ -197,7 +274,7 @@ void task(const Args &a, int64_t i, int64_t head) {
         resident.clear();
         for (int64_t p = 0; p < tail; ++p)
             if (slot_of[p] != NONE) resident.push_back(static_cast<int32_t>(p));
-        best(scores, resident, a.budget);
+        best(scratch, resident, a.budget);
         for (int64_t k = 0; k < a.budget; ++k) used[slot_of[attended[k] = resident[k]]] = step;
     } else {
         for (int64_t k = 0; k < a.budget; ++k) attended[k] = wanted[k];

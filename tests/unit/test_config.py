@@ -34,7 +34,7 @@ def test_nothing_given_is_the_defaults(source: Any) -> None:
         "host_size_gb": None,
         "sink_tokens": 0,
         "recent_tokens": 0,
-        "slack_ratio": 0.1,
+        "slack_ratio": 0.25,
         "fetch_ratio": 1.0,
         "miss_policy": "wait",
         "predictor": "previous",
