@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oasis_sglang import __version__
+from oasis_sglang.speculative.draft import command as train_draft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--json", action="store_true", help="print JSON instead of a table")
     check.set_defaults(run=_check)
+
+    train = commands.add_parser(
+        "train-draft",
+        help="train an EAGLE-3 draft head for a Llama-family model",
+        description="Let the target continue prompts, train an EAGLE-3 draft head on what it wrote, and write a folder "
+        "for SGLang's --speculative-draft-model-path. Interrupt it at will: the same command goes on where it stopped.",
+    )
+    train_draft.add_arguments(train)
+    train.set_defaults(run=_train_draft)
     return parser
 
 
@@ -74,6 +84,12 @@ def _model(arguments: argparse.Namespace) -> int:
     else:
         print(model.path)
     return 0
+
+
+def _train_draft(arguments: argparse.Namespace) -> int:
+    from oasis_sglang.speculative.draft.command import run
+
+    return run(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:
