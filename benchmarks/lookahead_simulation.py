@@ -1,0 +1,231 @@
+"""Which pages a lookahead keeps on the device, and how much attention they hold. A helper of `benchmarks.lookahead`.
+
+Nothing is attended here: page scores, selection, swaps and eviction run in the project's own classes, on queries and
+keys that were captured before. A *row* is one layer of one text; each has its own working set.
+
+    step s (position context - 1 + s):   recall what step s - 1 chose -> attended by step s
+                                         refresh by the scores of step s's lookahead -> chosen for step s + 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from oasis_sglang.attention.ops import AttentionOps
+from oasis_sglang.attention.selector import TorchSelector
+from oasis_sglang.attention.torch_ops import TorchOps
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.host_pool import HostPool
+from oasis_sglang.memory_pool.sizing import PoolGeometry
+from oasis_sglang.memory_pool.summaries import KeySummaries
+from oasis_sglang.memory_pool.working_set import WorkingSets
+from oasis_sglang.speculative.lookahead import select_pages
+
+# As in the tier: high, so that pages dated back by their rank stay above the mark of an empty slot.
+FIRST_STEP = 1 << 24
+
+
+class PageScorer:
+    """Scores all complete pages of a text, for all its layers at once, with the project's summaries and bound."""
+
+    def __init__(self, keys: torch.Tensor, page_size: int, scale: float) -> None:
+        """
+        Args:
+            keys: `[L, H, tokens, D]` float32.
+        """
+        layers, heads, tokens, dim = keys.shape
+        self.layers, self.pages, self.scale = layers, tokens // page_size, scale
+        self._ops = TorchOps()
+        # Layers stand in for sequences: page p of layer l is "host page" 1 + l * pages + p.
+        geometry = PoolGeometry(layers=1, kv_heads=heads, head_dim=dim, itemsize=4, page_size=page_size)
+        host = HostPool(layers * self.pages, geometry, torch.float32)
+        summaries = KeySummaries(host)
+        host.close()  # only its shape was needed
+        ids = 1 + torch.arange(layers * self.pages)
+        blocks = keys[:, :, : self.pages * page_size].view(layers, heads, self.pages, page_size, dim)
+        summaries.rebuild(0, ids, blocks.transpose(1, 2).flatten(0, 1), page_size)
+        self._table = summaries.table[0]
+        self._rows = summaries.row_ids(ids.view(layers, self.pages)).transpose(1, 2)  # [L, H, pages]
+
+    def score(self, queries: torch.Tensor, candidates: int) -> torch.Tensor:
+        """`[L, H, pages]` scores by `queries` `[L, Hq, D]`; -inf from page `candidates` on."""
+        limit = torch.full((self.layers,), candidates)
+        return self._ops.score_pages(queries, self._table, self._rows, limit, self.scale)
+
+
+def page_mass(keys: torch.Tensor, queries: torch.Tensor, page_size: int, scale: float) -> torch.Tensor:
+    """The softmax mass that a query gives to each page, mean over the query heads of a KV head.
+
+    Args:
+        keys: `[L, H, tokens, D]`, all that the query sees.
+        queries: `[L, Hq, D]`.
+
+    Returns:
+        `[L, H, pages]`, the incomplete last page included.
+    """
+    layers, heads, tokens, dim = keys.shape
+    weight = torch.matmul(queries.view(layers, heads, -1, dim), keys.transpose(2, 3)).mul_(scale).softmax(-1).mean(2)
+    padded = torch.nn.functional.pad(weight, (0, -tokens % page_size))
+    return padded.view(layers, heads, -1, page_size).sum(-1)
+
+
+class _GivenScores:
+    """Stands in for the ops of a selector whose scores are known."""
+
+    def __init__(self) -> None:
+        self.scores = torch.empty(0)
+
+    def score_pages(self, q: Any, summaries: Any, rows: Any, pages: torch.Tensor, scale: float) -> torch.Tensor:
+        return self.scores[..., : int(pages.max())]
+
+
+class _NoSummaries:
+    """Where a selector looks for summaries that nobody reads."""
+
+    table: tuple[None, ...] = (None,)
+
+    def row_ids(self, pages: torch.Tensor) -> torch.Tensor:
+        return pages.unsqueeze(-1)
+
+
+class Residency:
+    """Working sets of rows that decode in step, under the `skip` policy of one configuration."""
+
+    def __init__(self, config: OasisConfig, rows: int, kv_heads: int, columns: int) -> None:
+        """
+        Args:
+            columns: most pages of a sequence, its tail included.
+        """
+        self.config = config.validate()
+        width = config.max_set_pages
+        self.sets = WorkingSets(
+            layers=1,
+            kv_heads=kv_heads,
+            device_pages=rows * width,
+            rows=rows,
+            set_pages=width,
+            sequence_pages=columns + 1,
+        )
+        attempts = [self.sets.reserve(min(columns, width)) for _ in range(rows)]
+        self.rows = torch.tensor([a.row for a in attempts if a is not None])
+        self._given = _GivenScores()
+        ops, summaries = cast(AttentionOps, self._given), cast(KeySummaries, _NoSummaries())
+        self._selector = TorchSelector(config, ops, summaries, self.sets)
+        self._table = torch.empty(rows, kv_heads, config.budget_pages + 1, dtype=torch.int64)
+        self._host_pages = torch.arange(columns).expand(rows, columns)
+        self._no_queries = torch.empty(rows, 1, 1, 1)  # [rows, positions, Hq, D]: the scores are given
+        self.step = FIRST_STEP
+        self.chosen = torch.empty(0, dtype=torch.int64)  # [rows, H, K], best first
+        self.fetched = 0  # pages, since `settle`
+
+    def settle(self, scores: torch.Tensor, tail: int) -> None:
+        """After the prompt: its last query chooses, and the best of the other pages fill the slack.
+
+        Args:
+            scores: `[rows, H, columns]`.
+        """
+        n, heads = scores.shape[:2]
+        candidates = torch.full((n,), tail)
+        self.chosen = select_pages(scores, candidates, self.config)
+        width = int(self.sets.width[self.rows[0]])
+        if tail + 1 <= width:
+            pages = torch.arange(tail + 1).expand(n, heads, -1)
+            used = (torch.arange(tail + 1) + self.step - tail - 1).expand(n, heads, -1)
+            used = used.scatter(-1, self.chosen, self.step)
+        else:
+            budget = self.config.budget_pages
+            first = torch.arange(2 * budget, budget, -1, dtype=scores.dtype).expand_as(self.chosen)
+            best = scores.scatter(-1, self.chosen, first).topk(width - 1, dim=-1).indices
+            pages = torch.cat((best, torch.full((n, heads, 1), tail)), dim=-1)
+            used = torch.cat((torch.arange(-1, -width, -1), torch.zeros(1, dtype=torch.int64))) + self.step
+            used = used.expand(n, heads, -1)
+        for i, row in enumerate(self.rows.tolist()):
+            self.sets.place(0, row, pages[i], used[i])
+
+    def recall(self, position: int) -> torch.Tensor:
+        """Start the step that decodes the token at `position`: the pages it attends to besides its tail,
+        `[rows, H, K]`."""
+        self.step += 1
+        tail, offset = divmod(position, self.config.page_size)
+        tails = torch.full_like(self.rows, tail)
+        wanted = self.chosen
+        if offset == 0:
+            self.sets.start_page(self.rows, tails, self.step)
+            # The page just completed was no candidate: it takes the place of the least wanted.
+            wanted = wanted.clone()
+            wanted[..., -1] = tail - 1
+        if self.config.predictor == "none":
+            self.chosen = wanted
+            self.sets.touch(0, self.rows, self.sets.slot_of[0, self.rows].gather(-1, wanted).long(), self.step)
+        return wanted
+
+    def refresh(self, scores: torch.Tensor, position: int) -> None:
+        """End that step: fetch what the lookahead's `scores` `[rows, H, columns]` ask for, up to the cap, and choose
+        the next step's pages among what is resident then."""
+        tails = torch.full_like(self.rows, position // self.config.page_size)
+        self._given.scores = scores
+        at = torch.arange(self.rows.numel())
+        picked = self._selector.refresh(
+            0, self._no_queries, self.rows, tails, self._host_pages, self.step, 1.0, self._table, at
+        )
+        self.chosen = picked.attended
+        self.fetched += picked.miss_host.numel()
+
+
+class Outcome(NamedTuple):
+    mass: torch.Tensor  # [steps, rows, H] of the next step's attention, held by what it attends to
+    fetched: float  # pages per row, KV head and step
+
+
+def simulate(
+    config: OasisConfig,
+    first: int,
+    start: torch.Tensor,
+    lookahead: torch.Tensor | None,
+    mass: torch.Tensor,
+) -> Outcome:
+    """Decode `steps` steps on a lookahead's say.
+
+    Args:
+        first: position of the first decoded token.
+        start: `[rows, H, columns]` scores by the prompt's last query.
+        lookahead: `[steps, rows, H, columns]` scores that each step's lookahead gives; None: never refresh.
+        mass: `[steps, rows, H, columns]` attention of the step after, per page.
+    """
+    steps, rows, heads, columns = mass.shape
+    residency = Residency(config, rows, heads, columns)
+    residency.settle(start, (first - 1) // config.page_size)
+    held = []
+    for step in range(steps + 1):
+        pages = residency.recall(first + step)
+        if step:
+            held.append(attended_mass(mass[step - 1], pages, (first + step) // config.page_size))
+        if lookahead is not None and step < steps:
+            residency.refresh(lookahead[step], first + step)
+    return Outcome(torch.stack(held), residency.fetched / (steps * rows * heads))
+
+
+def attended_mass(mass: torch.Tensor, pages: torch.Tensor, tail: int) -> torch.Tensor:
+    """`[rows, H]` mass of `pages` `[rows, H, K]` and the tail page; `mass` `[rows, H, columns]`."""
+    return mass.gather(-1, pages).sum(-1) + mass[..., tail]
+
+
+def agreement(predicted: torch.Tensor, true: torch.Tensor, budget: int) -> torch.Tensor:
+    """Share of the true top `budget` pages that the prediction names too.
+
+    Args:
+        predicted, true: scores `[..., columns]`.
+    """
+    one, other = (
+        torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(budget, dim=-1).indices, True)
+        for scores in (predicted, true)
+    )
+    return (one & other).sum(-1) / budget
+
+
+def merge(scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Scores of several draft positions as one: each page's maximum."""
+    return torch.stack(list(scores)).amax(0)
