@@ -14,8 +14,10 @@ from benchmarks.lookahead import measure
 from benchmarks.lookahead_capture import Capture, Target
 from benchmarks.lookahead_drafts import NgramDraft, RandomDraft
 from benchmarks.lookahead_simulation import PageScorer, Residency, agreement, page_mass, simulate
+from oasis_sglang.attention.selector import TorchSelector
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.working_set import NONE
+from tests.unit.harness import Harness
 
 PAGE = 4
 
@@ -325,3 +327,44 @@ def test_capture_equals_plain_forward_passes(tiny: str) -> None:
 def test_a_text_can_be_followed(tiny: str) -> None:
     capture = Target(tiny).decode([1, 2, 3], 4, [], 1, follow=[9, 8, 7, 6])
     assert capture.tokens == [1, 2, 3, 9, 8, 7, 6]
+
+
+@pytest.mark.parametrize("predictor", ["previous", "none"])
+@pytest.mark.parametrize(("slack", "fetch"), [(0.0, 0.25), (0.5, 0.25), (0.5, 1.0)])
+def test_residency_is_that_of_the_tier(slack: float, fetch: float, predictor: str) -> None:
+    """The pages a real tier chooses step by step, for the same queries and keys."""
+    config = OasisConfig(
+        token_budget=64, page_size=16, slack_ratio=slack, fetch_ratio=fetch, miss_policy="skip", predictor=predictor
+    )
+    prompt, steps = 200, 40
+    harness = Harness(config, seed=3)
+    tier = harness.tier
+    # the compiled one lists pages in another order, and ties among the least recently used fall differently
+    tier.selector = TorchSelector(config, tier.ops, tier.summaries, tier.sets)
+    sequence = harness.admit(prompt + steps)
+    assert sequence is not None
+    queries = [torch.stack([q[-1] for q in harness.extend(sequence, prompt)[0]])]  # each [L, Hq, D]
+    chosen = [tier._chosen[:, sequence.attempt.row].long()]
+    for _ in range(steps):
+        queries.append(torch.stack([q[0] for q in harness.decode([sequence])[0]]))
+        chosen.append(tier._chosen[:, sequence.attempt.row].long())
+
+    layers = harness.geometry.layers
+    pages = torch.tensor(sequence.pages)
+    keys = torch.stack([tier.host.read_sequence(layer, pages, sequence.tokens)[0] for layer in range(layers)])
+    scorer = PageScorer(keys, 16, harness.scale)
+    columns = len(sequence.pages)
+
+    def score(step: int) -> torch.Tensor:
+        scores = scorer.score(queries[step], (prompt + step - 1) // 16)
+        return torch.nn.functional.pad(scores, (0, columns - scores.shape[-1]), value=-torch.inf)
+
+    residency = Residency(config, layers, harness.geometry.kv_heads, columns)
+    residency.settle(score(0), (prompt - 1) // 16)
+    assert torch.equal(residency.chosen, chosen[0])
+    for step in range(1, steps + 1):
+        residency.recall(prompt + step - 1)
+        if predictor == "previous":
+            residency.refresh(score(step), prompt + step - 1)
+        assert torch.equal(residency.chosen, chosen[step])
+    assert residency.fetched == tier.stats.missed - tier.stats.dropped
