@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=4, help="passes over the tokens (%(default)s)")
     parser.add_argument("--rows", type=int, default=12, help="continuations per optimizer step (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak (%(default)s)")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, sampling and training (%(default)s)")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="corpus and state (default: the user's cache)")
     parser.add_argument("--evaluate-every", type=int, default=100, metavar="STEPS", help="accept length (%(default)s)")
@@ -61,6 +62,7 @@ class _Run:
     def __init__(self, arguments: argparse.Namespace, console: Any) -> None:
         import torch
         from transformers import AutoTokenizer, GenerationConfig
+        from transformers.utils import logging
 
         from oasis_sglang.speculative.draft.data import Corpus, CorpusPlan
         from oasis_sglang.speculative.draft.prompts import builtin_prompts, file_prompts
@@ -70,6 +72,7 @@ class _Run:
         self.deadline = time.monotonic() + 60 * (arguments.minutes or math.inf)
         model = arguments.model_path
         identity = fingerprint(model)
+        logging.disable_progress_bar()  # one for loading a model says nothing
         self.target = Target.load(model, getattr(torch, arguments.dtype))
         tokenizer = AutoTokenizer.from_pretrained(model)
         if arguments.prompts:
@@ -103,7 +106,7 @@ class _Run:
             return self._paused()
         settings = Settings(
             seed=arguments.seed, draft_vocab=arguments.draft_vocab, epochs=arguments.epochs, rows=arguments.rows,
-            learning_rate=arguments.learning_rate,
+            learning_rate=arguments.learning_rate, optimizer=arguments.optimizer,
         )  # fmt: skip
         key = json.dumps([dataclasses.asdict(settings), shards])
         state = self.cache / f"training-{hashlib.sha256(key.encode()).hexdigest()[:12]}.pt"
@@ -134,11 +137,12 @@ class _Run:
             for index in range(len(self.corpus.batches)):
                 if tokens >= self.arguments.tokens:
                     break
-                if time.monotonic() > self.deadline:
-                    return None
+                found = self.corpus.path(index).exists()
                 tokens += self.corpus.shard(index).new_tokens
                 shards.append(index)
                 progress.update(task, completed=min(tokens, self.arguments.tokens))
+                if not found and time.monotonic() > self.deadline:  # so each call adds something
+                    return None
         if tokens < self.arguments.tokens:
             self.console.print(f"All prompts are used: {tokens} tokens instead of {self.arguments.tokens}")
         return shards

@@ -161,7 +161,8 @@ def initialise(head: DraftHead, target: Target, vocabulary: Tensor, features: Te
     """Start from the target's last layer, which already turns its high feature into logits.
 
     The embedding half of the projections and the lower features start small and random. `features`
-    [rows, features × hidden] is a sample that sets the scale.
+    [rows, features × hidden] is a sample that sets the scale: the residual stream is brought to unit size, and what the
+    layer adds to it in proportion, because optimizers take steps of one size in all weights.
     """
     random = torch.Generator().manual_seed(seed)
     model: Any = target.model
@@ -170,15 +171,16 @@ def initialise(head: DraftHead, target: Target, vocabulary: Tensor, features: Te
     # The median over rows: the first token's feature is hundreds of times larger than the others'.
     scale = chunks.pow(2).mean(dim=-1).sqrt().median(dim=0).values.clamp(min=1e-6)
     head.feature_scale.copy_((1 / scale).repeat_interleave(hidden))
-    head.fc.weight.normal_(0.0, 0.02, generator=random)
-    head.fc.weight[:, -hidden:] += torch.eye(hidden) * scale[-1]
+    head.fc.weight.normal_(0.0, 0.002, generator=random)
+    head.fc.weight[:, -hidden:] += torch.eye(hidden)
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(head.midlayer.self_attn, name).weight
         weight.normal_(0.0, 0.02, generator=random)
         weight[:, hidden:] = getattr(last.self_attn, name).weight.float()
-    head.midlayer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        getattr(head.midlayer.mlp, name).weight.copy_(getattr(last.mlp, name).weight)
+    head.midlayer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight / scale[-1])
+    head.midlayer.mlp.gate_proj.weight.copy_(last.mlp.gate_proj.weight)
+    head.midlayer.mlp.up_proj.weight.copy_(last.mlp.up_proj.weight)
+    head.midlayer.mlp.down_proj.weight.copy_(last.mlp.down_proj.weight / scale[-1])
     head.midlayer.hidden_norm.weight.copy_(last.input_layernorm.weight)
     head.midlayer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
     head.norm.weight.copy_(model.model.norm.weight)
