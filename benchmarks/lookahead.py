@@ -12,16 +12,16 @@ Lookaheads: `previous`, the query of the token just decoded; `none`, the pages t
 drafts, the target's queries of the tokens guessed for the next positions, a page counting for what the position that
 wants it most says. Guesses come from `oracle` (the true tokens), `ngram` (what followed the same tokens earlier),
 `random`, and with `--draft` an EAGLE-3 head. `draft (3)` has three positions; `draft (3) + own` adds the query of the
-token just decoded, which a verify step computes too.
+token just decoded, which a verify step computes too. Drafts only look ahead, one token is decoded per step, as in
+the OasisKV paper; a last table has steps that accept right guesses and go on behind them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import common
 from benchmarks.lookahead_capture import Capture, Target
 from benchmarks.lookahead_drafts import DraftSource, EagleDraft, NgramDraft, RandomDraft
-from benchmarks.lookahead_simulation import Outcome, PageScorer, agreement, merge, page_mass, simulate
+from benchmarks.lookahead_measure import RANDOM, Lookahead, Measured, measure
+from benchmarks.lookahead_simulation import agreement, attended_mass, select, simulate
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.serving import Documents, Report
 
@@ -42,7 +43,6 @@ QUESTIONS = (
     "Summarise every section of this text, one after the other, and say what is most important in each.",
     "What can go wrong when one does what this text describes, and how is it avoided? Give many cases.",
 )
-ORACLE = "oracle"
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
@@ -71,121 +71,16 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",") if part.strip()]
 
 
-@dataclass
-class Lookahead:
-    """Scores that one kind of lookahead gives before each step, for every row (a layer of a context)."""
-
-    name: str
-    draft_tokens: int | None
-    own: bool  # with a draft: the query of the step's own token is merged in
-    scores: torch.Tensor | None  # [steps, rows, H, columns]
-    right: torch.Tensor | None = None  # [steps, rows] bool: the first guess was what was decoded
-
-    @property
-    def label(self) -> str:
-        if self.draft_tokens is None:
-            return self.name
-        return f"{self.name} ({self.draft_tokens}){' + own' if self.own else ''}"
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """Its columns in the JSON."""
-        return {"lookahead": self.name, "draft_tokens": self.draft_tokens, "own": self.own, "label": self.label}
-
-
-@dataclass
-class Measured:
-    """What the simulations need, rows of all contexts together (R rows, H KV heads)."""
-
-    layers: int
-    start: torch.Tensor  # [R, H, columns] scores by the prompt's last query
-    true: torch.Tensor  # [steps, R, H, columns] scores by the next step's query, of the pages that a lookahead sees
-    own: torch.Tensor  # [steps, R, H, columns] the same, of all that the next step can choose from
-    mass: torch.Tensor  # [steps, R, H, columns] attention of the next step
-    lookaheads: list[Lookahead]
-
-
-class Tables:
-    """All scores and masses of one captured text."""
-
-    def __init__(self, capture: Capture, steps: int, page_size: int) -> None:
-        self.capture, self.page = capture, page_size
-        self.columns = (capture.context + steps) // page_size + 1
-        self.steps = range(steps)
-        self._scorer = PageScorer(capture.keys, page_size, capture.scale)
-
-    def tail(self, step: int) -> int:
-        """The page that step `step` writes to; those before it can be chosen."""
-        return (self.capture.context + step) // self.page
-
-    def score(self, queries: torch.Tensor, candidates: int) -> torch.Tensor:
-        scores = self._scorer.score(queries, candidates)[..., : self.columns]
-        return torch.nn.functional.pad(scores, (0, self.columns - scores.shape[-1]), value=-torch.inf)
-
-    def true_query(self, step: int) -> torch.Tensor:
-        """`[L, Hq, D]` of the token that step `step` decodes; step -1 is the prompt's last token."""
-        return self.capture.queries[step + 1]
-
-    def scores(self, queries: Sequence[torch.Tensor], behind: int = 0) -> torch.Tensor:
-        """`[steps, L, H, columns]` by `queries[step]`, of the pages complete `behind` steps later."""
-        return torch.stack([self.score(queries[step], self.tail(step + behind)) for step in self.steps])
-
-    def mass(self) -> torch.Tensor:
-        """`[steps, L, H, columns]` of the step after each."""
-        rows = []
-        for step in self.steps:
-            seen = self.capture.context + step + 2
-            mass = page_mass(self.capture.keys[:, :, :seen], self.true_query(step + 1), self.page, self.capture.scale)
-            rows.append(torch.nn.functional.pad(mass, (0, self.columns - mass.shape[-1])))
-        return torch.stack(rows)
-
-    def drafts(self, name: str, positions: int) -> list[torch.Tensor]:
-        """Scores by the queries at each of the first `positions` draft positions."""
-        if name == ORACLE:  # the very queries of the tokens to come
-            at = [[self.true_query(step + 1 + j) for step in self.steps] for j in range(positions)]
-        else:
-            at = [[self.capture.drafted[name][step, j] for step in self.steps] for j in range(positions)]
-        return [self.scores(queries) for queries in at]
-
-
-def measure(captures: Sequence[Capture], steps: int, draft_tokens: Sequence[int], page_size: int) -> Measured:
-    layers = captures[0].queries.shape[1]
-    parts: dict[tuple[str, int | None, bool], list[torch.Tensor]] = {}
-    start, own, mass = [], [], []
-    right: dict[str, list[torch.Tensor]] = {}
-    for capture in captures:
-        tables = Tables(capture, steps, page_size)
-        start.append(tables.score(tables.true_query(-1), (capture.context - 1) // page_size))
-        own.append(tables.scores([tables.true_query(step + 1) for step in range(steps)], behind=1))
-        mass.append(tables.mass())
-        previous = tables.scores([tables.true_query(step) for step in range(steps)])
-        parts.setdefault(("previous", None, False), []).append(previous)
-        for name in (*capture.drafted, ORACLE):
-            scores = tables.drafts(name, max(draft_tokens))
-            for count in draft_tokens:
-                parts.setdefault((name, count, False), []).append(merge(scores[:count]))
-                parts.setdefault((name, count, True), []).append(merge([previous, *scores[:count]]))
-            if name != ORACLE:
-                first = capture.right(name)[:steps, :1]
-                right.setdefault(name, []).append(first.expand(-1, layers))
-    lookaheads = [Lookahead("none", None, False, None)]
-    for (name, positions, with_own), scores in parts.items():
-        guessed = torch.cat(right[name], dim=1) if name in right else None
-        lookaheads.append(Lookahead(name, positions, with_own, torch.cat(scores, dim=1), guessed))
-    true = next(x.scores for x in lookaheads if x.label == f"{ORACLE} (1)")
-    assert true is not None
-    return Measured(layers, torch.cat(start), true, torch.cat(own, dim=1), torch.cat(mass, dim=1), lookaheads)
-
-
-def by_layer(values: torch.Tensor, layers: int) -> list[float]:
-    """Mean per layer of `[steps, rows, H]`, rows context by context."""
-    steps, _, heads = values.shape
-    return [round(x, 5) for x in values.view(steps, -1, layers, heads).mean((0, 1, 3)).tolist()]
-
-
 def summary(values: torch.Tensor, layers: int) -> dict[str, Any]:
-    each = by_layer(values, layers)
-    return {"mean": round(values.mean().item(), 5), "lowest_layer": min(each), "by_layer": each}
+    """Mean of `[steps, rows, H]`, rows context by context, in all and per layer. Those of the layers are one string: as
+    a list they would be most of the lines of the JSON."""
+    steps, _, heads = values.shape
+    each = values.view(steps, -1, layers, heads).mean((0, 1, 3)).tolist()
+    return {
+        "mean": round(values.mean().item(), 5),
+        "lowest_layer": round(min(each), 5),
+        "by_layer": " ".join(f"{x:.4f}" for x in each),
+    }
 
 
 def agreements(measured: Measured, budgets: Sequence[int], page_size: int) -> Iterator[dict[str, Any]]:
@@ -227,42 +122,100 @@ def ceilings(measured: Measured, budgets: Sequence[int], page_size: int, context
         }
 
 
-def configurations(arguments: argparse.Namespace, never: bool) -> Iterator[OasisConfig]:
-    """All of the grid. Without a refresh nothing is fetched, and neither cap nor slack has anything to do."""
-    for budget in map(int, numbers(arguments.budgets)):
-        for slack in [0.0] if never else numbers(arguments.slack_ratios):
-            for fetch in [1.0] if never else numbers(arguments.fetch_ratios):
+class Simulations:
+    """The grid: every lookahead, budget, slack and cap."""
+
+    def __init__(self, arguments: argparse.Namespace, measured: Measured) -> None:
+        self.arguments, self.measured = arguments, measured
+        self._first = range(arguments.tokens, arguments.tokens + arguments.steps + 1)
+
+    def _configs(self, budget: int) -> Iterator[OasisConfig]:
+        for slack in numbers(self.arguments.slack_ratios):
+            for fetch in numbers(self.arguments.fetch_ratios):
                 yield OasisConfig(
-                    token_budget=budget, page_size=arguments.page_size, slack_ratio=slack, fetch_ratio=fetch,
-                    miss_policy="skip", predictor="none" if never else "previous",
+                    token_budget=budget, page_size=self.arguments.page_size, slack_ratio=slack, fetch_ratio=fetch,
+                    miss_policy="skip",
                 )  # fmt: skip
 
+    def one_by_one(self, lookahead: Lookahead, budget: int) -> Iterator[dict[str, Any]]:
+        """A token per step; drafts only look ahead."""
+        measured, scores = self.measured, lookahead.scores
+        if scores is None:  # then nothing is fetched, and neither cap nor slack has anything to do
+            never = OasisConfig(
+                token_budget=budget, page_size=self.arguments.page_size, slack_ratio=0.0, miss_policy="skip",
+                predictor="none",
+            )  # fmt: skip
+            work = [(never, simulate(never, self._first, measured.start, None, None, measured.mass))]
+        else:
+            configs = list(self._configs(budget))
+            wanted = select(scores, self._first, configs[0])
+            work = [(c, simulate(c, self._first, measured.start, scores, wanted, measured.mass)) for c in configs]
+        for config, outcome in work:
+            quarters = [round(part.mean().item(), 5) for part in outcome.mass.chunk(4)]
+            yield {**lookahead.key, **_settings(config), "fetched_pages": round(outcome.fetched, 3),
+                   "by_quarter": quarters, **summary(outcome.mass, measured.layers)}  # fmt: skip
 
-def simulations(arguments: argparse.Namespace, measured: Measured, report: Report) -> Iterator[dict[str, Any]]:
-    work = [(x, config) for x in measured.lookaheads for config in configurations(arguments, x.scores is None)]
+    def accepting(self, source: str, budget: int) -> Iterator[dict[str, Any]]:
+        """Steps that accept right guesses. All tokens count alike, however many of them a step commits."""
+        chains = [chain for chain in self.measured.chains if chain.source == source]
+        configs = list(self._configs(budget))
+        weights = [torch.tensor(chain.tokens[1:]) for chain in chains]
+        steps = sum(each.numel() for each in weights)
+        tokens = sum(int(each.sum()) for each in weights)
+        key = {"source": source, "draft_tokens": chains[0].draft_tokens, "accept_length": round(tokens / steps, 3)}
+        now = []
+        for chain, weight in zip(chains, weights, strict=True):
+            pages = select(chain.whole[1:], chain.positions[1:], configs[0])
+            tails = [position // self.arguments.page_size for position in chain.positions[1:]]
+            held = [attended_mass(m, p, tail) for m, p, tail in zip(chain.mass, pages, tails, strict=True)]
+            now.append(torch.stack(held).repeat_interleave(weight, dim=0))
+        yield {**key, "predictor": None, "budget": budget, **summary(torch.cat(now), self.measured.layers)}
+        for predictor in ("draft", "previous"):
+            scores = [chain.whole[:-1] if predictor == "draft" else chain.last for chain in chains]
+            wanted = [select(x, chain.positions, configs[0]) for x, chain in zip(scores, chains, strict=True)]
+            for config in configs:
+                outcomes = [
+                    simulate(config, chain.positions, chain.start, x, w, chain.mass)
+                    for chain, x, w in zip(chains, scores, wanted, strict=True)
+                ]
+                mass = torch.cat([o.mass.repeat_interleave(w, dim=0) for o, w in zip(outcomes, weights, strict=True)])
+                fetched = sum(o.fetched * o.mass.shape[0] for o in outcomes) / steps
+                yield {**key, "predictor": predictor, **_settings(config), "fetched_pages": round(fetched, 3),
+                       **summary(mass, self.measured.layers)}  # fmt: skip
 
-    @torch.inference_mode()
-    def one(lookahead: Lookahead, config: OasisConfig) -> Outcome:
-        return simulate(config, arguments.tokens, measured.start, lookahead.scores, measured.mass)
+    def run(self, report: Report) -> dict[str, list[dict[str, Any]]]:
+        budgets = list(map(int, numbers(self.arguments.budgets)))
+        sources = dict.fromkeys(chain.source for chain in self.measured.chains)
+        work = [
+            *(("attention_mass", self.one_by_one, x, budget) for x in self.measured.lookaheads for budget in budgets),
+            *(("accepting", self.accepting, x, budget) for x in sources for budget in budgets),
+        ]
 
-    # The tensors of a step are small: simulations side by side on one thread each are faster than one on all threads.
-    with (
-        ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=lambda: torch.set_num_threads(1)) as pool,
-        Progress(*COLUMNS, TimeRemainingColumn(), console=report.console) as progress,
-    ):
-        task = progress.add_task("Simulating residency", total=len(work))
-        for (lookahead, config), outcome in zip(work, pool.map(one, *zip(*work, strict=True)), strict=True):
-            yield {
-                **lookahead.key,
-                "budget": config.token_budget,
-                "fetch_ratio": config.fetch_ratio,
-                "fetch_cap_pages": config.fetch_cap_pages,
-                "slack_ratio": config.slack_ratio,
-                "fetched_pages": round(outcome.fetched, 3),
-                "by_quarter": [round(part.mean().item(), 5) for part in outcome.mass.chunk(4)],
-                **summary(outcome.mass, measured.layers),
-            }
-            progress.advance(task)
+        @torch.inference_mode()
+        def one(job: tuple[str, Callable[..., Iterator[dict[str, Any]]], Any, int]) -> list[dict[str, Any]]:
+            _, function, what, budget = job
+            return list(function(what, budget))
+
+        results: dict[str, list[dict[str, Any]]] = {"attention_mass": [], "accepting": []}
+        # The tensors of a step are small: simulations side by side on one thread each are faster than one on all.
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=lambda: torch.set_num_threads(1)) as pool,
+            Progress(*COLUMNS, TimeRemainingColumn(), console=report.console) as progress,
+        ):
+            task = progress.add_task("Simulating residency", total=len(work))
+            for job, rows in zip(work, pool.map(one, work), strict=True):
+                results[job[0]] += rows
+                progress.advance(task)
+        return results
+
+
+def _settings(config: OasisConfig) -> dict[str, Any]:
+    return {
+        "budget": config.token_budget,
+        "fetch_ratio": config.fetch_ratio,
+        "fetch_cap_pages": config.fetch_cap_pages,
+        "slack_ratio": config.slack_ratio,
+    }
 
 
 def captures(arguments: argparse.Namespace, report: Report, sources: Sequence[str]) -> Iterator[tuple[Capture, str]]:
@@ -291,7 +244,7 @@ def captures(arguments: argparse.Namespace, report: Report, sources: Sequence[st
 
 
 def source(name: str, arguments: argparse.Namespace, target: Target) -> DraftSource:
-    if name == "random":
+    if name == RANDOM:
         return RandomDraft(target.vocabulary, arguments.seed)
     if name == "ngram":
         return NgramDraft()
@@ -320,7 +273,7 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     budgets = list(map(int, numbers(arguments.budgets)))
     texts, kept = [], []
     documents = Documents(common.model_path(arguments))
-    sources = ["random", "ngram", *(["draft"] if arguments.draft else [])]
+    sources = [RANDOM, "ngram", *(["draft"] if arguments.draft else [])]
     for capture, question in captures(arguments, report, sources):
         texts.append(decoded_text(capture, question, documents))
         kept.append(capture)
@@ -332,7 +285,7 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
             "contexts": texts,
             "ceilings": list(ceilings(measured, budgets, arguments.page_size, arguments.tokens)),
             "agreement": list(agreements(measured, budgets, arguments.page_size)),
-            "attention_mass": list(simulations(arguments, measured, report)),
+            **Simulations(arguments, measured).run(report),
         }
 
 
@@ -383,11 +336,41 @@ def show(results: dict[str, Any], arguments: argparse.Namespace, report: Report)
         )  # fmt: skip
 
 
+def show_accepting(results: dict[str, Any], report: Report) -> None:
+    for ceiling in results["ceilings"]:
+        budget = ceiling["budget"]
+        grid = [row for row in results["accepting"] if row["budget"] == budget]
+        fetches = sorted({row["fetch_ratio"] for row in grid if row["predictor"]})
+        rows = []
+        for kind in dict.fromkeys((row["source"], row["predictor"], row.get("slack_ratio")) for row in grid):
+            cells = [row for row in grid if (row["source"], row["predictor"], row.get("slack_ratio")) == kind]
+            cells.sort(key=lambda row: row.get("fetch_ratio", 0))
+            source, predictor, slack = kind
+            length = cells[0]["accept_length"]
+            if predictor is None:
+                same = [percent(cells[0]["mean"])] * len(fetches)
+                rows.append((f"{source}, {length:.2f} tokens a step", "wait", None, *same, None))
+                continue
+            fetched = " ".join(f"{cell['fetched_pages']:.1f}" for cell in cells)
+            rows.append(("", predictor, f"{slack:g}", *(percent(cell["mean"]) for cell in cells), fetched))
+        report.table(
+            f"The same where right guesses are accepted, {results['accepting'][0]['draft_tokens']} draft tokens, "
+            f"budget {budget:,}",
+            ("guesses", "predictor", "slack", *(f"cap {fetch:g}" for fetch in fetches), "fetched"), rows,
+            caption="wait: what the step's own queries choose. draft: all queries of the step before. previous: the "
+            "query of the last token accepted.",
+        )  # fmt: skip
+
+
 def main() -> int:
-    arguments = arguments_parser().parse_args()
+    parser = arguments_parser()
+    arguments = parser.parse_args()
+    if max(numbers(arguments.budgets)) > arguments.tokens - 2 * arguments.page_size:
+        parser.error(f"--tokens {arguments.tokens} leaves a budget of {arguments.budgets} nothing to choose")
     report = Report("lookahead")
     report.results = run(arguments, report)
     show(report.results, arguments, report)
+    show_accepting(report.results, report)
     common.write(report, arguments)
     return 0
 

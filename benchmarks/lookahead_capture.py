@@ -134,9 +134,9 @@ class Target:
         return hook
 
     def _forward(
-        self, recorder: Recorder, tokens: Sequence[int], positions: torch.Tensor, mask: torch.Tensor | None, keep: int
+        self, recorder: Recorder, tokens: Sequence[int], positions: torch.Tensor, mask: torch.Tensor | None, asked: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the last `keep` tokens `[keep, vocabulary]`, and features `[tokens, layers wanted * hidden]`."""
+        """Logits `[vocabulary]` after token `asked`, and features `[tokens, layers wanted * hidden]`."""
         global _recorder
         recorder.begin(int(positions[0]), mask)
         _recorder = recorder
@@ -145,8 +145,8 @@ class Target:
                 torch.tensor([list(tokens)]),
                 position_ids=positions.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=keep,
-            ).logits[0]
+                logits_to_keep=torch.tensor([asked]),
+            ).logits[0, 0]
         finally:
             _recorder = None
         wanted = [self._features[i] for i in self._wanted]
@@ -174,7 +174,7 @@ class Target:
         recorder = Recorder(self.layers, self.kv_heads, self.head_dim, context + steps + width)
         self._wanted = tuple(sorted({layer for s in sources for layer in s.feature_layers}))
         tokens = list(prompt)
-        logits, features = self._forward(recorder, tokens, torch.arange(context), None, 1)
+        logits, features = self._forward(recorder, tokens, torch.arange(context), None, context - 1)
         queries = [torch.stack([q[:, -1] for q in recorder.queries])]
         seen = torch.empty(context + steps, features.shape[-1])
         seen[:context] = features
@@ -182,7 +182,7 @@ class Target:
         guesses: dict[str, list[list[int]]] = {s.name: [] for s in sources}
         chains = torch.block_diag(*[torch.ones(chain, chain).tril()] * len(sources)).bool() if sources else None
         for step in range(steps):
-            tokens.append(int(logits[0].argmax()) if follow is None else follow[step])
+            tokens.append(int(logits.argmax()) if follow is None else follow[step])
             position = len(tokens) - 1
             guessed = [s.propose(tokens, seen[:position], chain) for s in sources]
             batch = [tokens[-1], *(token for part in guessed for token in part)]
@@ -192,7 +192,7 @@ class Target:
                 mask[1:, position + 1 :] = chains
             ahead = (torch.arange(1, chain + 1) + position).repeat(len(sources))
             positions = torch.cat((torch.tensor([position]), ahead))
-            logits, features = self._forward(recorder, batch, positions, mask, width)
+            logits, features = self._forward(recorder, batch, positions, mask, 0)
             seen[position] = features[0]
             every = torch.stack(recorder.queries).transpose(1, 2)  # [L, width, Hq, D]
             queries.append(every[:, 0].clone())

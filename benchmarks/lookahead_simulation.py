@@ -1,28 +1,26 @@
 """Which pages a lookahead keeps on the device, and how much attention they hold. A helper of `benchmarks.lookahead`.
 
-Nothing is attended here: page scores, selection, swaps and eviction run in the project's own classes, on queries and
-keys that were captured before. A *row* is one layer of one text; each has its own working set.
+Nothing is attended here: page scores, selection, swaps and eviction are the project's own functions, called as the tier
+calls them, on queries and keys that were captured before. A *row* is one layer of one text and has its own working set.
 
-    step s (position context - 1 + s):   recall what step s - 1 chose -> attended by step s
-                                         refresh by the scores of step s's lookahead -> chosen for step s + 1
+    step i (first token at positions[i]):   recall what step i - 1 chose -> attended by step i
+                                            refresh by the scores of step i's lookahead -> chosen for step i + 1
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
-from oasis_sglang.attention.ops import AttentionOps
-from oasis_sglang.attention.selector import TorchSelector
 from oasis_sglang.attention.torch_ops import TorchOps
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.summaries import KeySummaries
-from oasis_sglang.memory_pool.working_set import WorkingSets
-from oasis_sglang.speculative.lookahead import select_pages
+from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
+from oasis_sglang.speculative.lookahead import select_pages, select_resident
 
 # As in the tier: high, so that pages dated back by their rank stay above the mark of an empty slot.
 FIRST_STEP = 1 << 24
@@ -72,25 +70,6 @@ def page_mass(keys: torch.Tensor, queries: torch.Tensor, page_size: int, scale: 
     return padded.view(layers, heads, -1, page_size).sum(-1)
 
 
-class _GivenScores:
-    """Stands in for the ops of a selector whose scores are known."""
-
-    def __init__(self) -> None:
-        self.scores = torch.empty(0)
-
-    def score_pages(self, q: Any, summaries: Any, rows: Any, pages: torch.Tensor, scale: float) -> torch.Tensor:
-        return self.scores[..., : int(pages.max())]
-
-
-class _NoSummaries:
-    """Where a selector looks for summaries that nobody reads."""
-
-    table: tuple[None, ...] = (None,)
-
-    def row_ids(self, pages: torch.Tensor) -> torch.Tensor:
-        return pages.unsqueeze(-1)
-
-
 class Residency:
     """Working sets of rows that decode in step, under the `skip` policy of one configuration."""
 
@@ -111,15 +90,10 @@ class Residency:
         )
         attempts = [self.sets.reserve(min(columns, width)) for _ in range(rows)]
         self.rows = torch.tensor([a.row for a in attempts if a is not None])
-        self._given = _GivenScores()
-        ops, summaries = cast(AttentionOps, self._given), cast(KeySummaries, _NoSummaries())
-        self._selector = TorchSelector(config, ops, summaries, self.sets)
-        self._table = torch.empty(rows, kv_heads, config.budget_pages + 1, dtype=torch.int64)
-        self._host_pages = torch.arange(columns).expand(rows, columns)
-        self._no_queries = torch.empty(rows, 1, 1, 1)  # [rows, positions, Hq, D]: the scores are given
         self.step = FIRST_STEP
         self.chosen = torch.empty(0, dtype=torch.int64)  # [rows, H, K], best first
         self.fetched = 0  # pages, since `settle`
+        self._tail = 0
 
     def settle(self, scores: torch.Tensor, tail: int) -> None:
         """After the prompt: its last query chooses, and the best of the other pages fill the slack.
@@ -128,6 +102,7 @@ class Residency:
             scores: `[rows, H, columns]`.
         """
         n, heads = scores.shape[:2]
+        self._tail = tail
         candidates = torch.full((n,), tail)
         self.chosen = select_pages(scores, candidates, self.config)
         width = int(self.sets.width[self.rows[0]])
@@ -146,33 +121,39 @@ class Residency:
             self.sets.place(0, row, pages[i], used[i])
 
     def recall(self, position: int) -> torch.Tensor:
-        """Start the step that decodes the token at `position`: the pages it attends to besides its tail,
+        """Start the step whose first token is at `position`: the pages it attends to besides its tail,
         `[rows, H, K]`."""
         self.step += 1
-        tail, offset = divmod(position, self.config.page_size)
-        tails = torch.full_like(self.rows, tail)
+        tail = position // self.config.page_size
         wanted = self.chosen
-        if offset == 0:
-            self.sets.start_page(self.rows, tails, self.step)
+        if tail != self._tail:
+            self.sets.start_page(self.rows, torch.full_like(self.rows, tail), self.step)
             # The page just completed was no candidate: it takes the place of the least wanted.
             wanted = wanted.clone()
             wanted[..., -1] = tail - 1
+            self._tail = tail
         if self.config.predictor == "none":
             self.chosen = wanted
             self.sets.touch(0, self.rows, self.sets.slot_of[0, self.rows].gather(-1, wanted).long(), self.step)
         return wanted
 
-    def refresh(self, scores: torch.Tensor, position: int) -> None:
-        """End that step: fetch what the lookahead's `scores` `[rows, H, columns]` ask for, up to the cap, and choose
-        the next step's pages among what is resident then."""
-        tails = torch.full_like(self.rows, position // self.config.page_size)
-        self._given.scores = scores
-        at = torch.arange(self.rows.numel())
-        picked = self._selector.refresh(
-            0, self._no_queries, self.rows, tails, self._host_pages, self.step, 1.0, self._table, at
-        )
-        self.chosen = picked.attended
-        self.fetched += picked.miss_host.numel()
+    def refresh(self, scores: torch.Tensor, wanted: torch.Tensor, position: int) -> None:
+        """End that step: fetch what the lookahead wants, up to the cap, and choose the next step's pages among what is
+        resident then.
+
+        Args:
+            scores: `[rows, H, columns]`, -inf past the candidates.
+            wanted: `[rows, H, K]` what `select_pages` says of them.
+        """
+        sets, tails = self.sets, torch.full_like(self.rows, position // self.config.page_size)
+        misses = sets.swap_in(0, self.rows, wanted, tails, self.config.fetch_cap_pages, self.step)
+        self.fetched += misses.page.numel()
+        self.chosen = wanted
+        if misses.left_out:
+            slots = sets.slot_of[0, self.rows]
+            resident = slots[..., : scores.shape[-1]] != NONE
+            self.chosen = select_resident(scores, resident, wanted.shape[-1])
+            sets.touch(0, self.rows, slots.gather(-1, self.chosen).long(), self.step)
 
 
 class Outcome(NamedTuple):
@@ -180,37 +161,50 @@ class Outcome(NamedTuple):
     fetched: float  # pages per row, KV head and step
 
 
-def simulate(
-    config: OasisConfig,
-    first: int,
-    start: torch.Tensor,
-    lookahead: torch.Tensor | None,
-    mass: torch.Tensor,
-) -> Outcome:
-    """Decode `steps` steps on a lookahead's say.
+def select(lookahead: torch.Tensor, positions: Sequence[int], config: OasisConfig) -> torch.Tensor:
+    """The pages that each step's lookahead wants, `[steps, rows, H, K]`; the same for every cap and slack.
 
     Args:
-        first: position of the first decoded token.
+        lookahead: `[steps, rows, H, columns]` scores. positions: of each step's first token, at least `steps`.
+    """
+    tails = [torch.full(lookahead.shape[1:2], position // config.page_size) for position in positions]
+    return torch.stack([select_pages(scores, tail, config) for scores, tail in zip(lookahead, tails, strict=False)])
+
+
+def simulate(
+    config: OasisConfig,
+    positions: Sequence[int],
+    start: torch.Tensor,
+    lookahead: torch.Tensor | None,
+    wanted: torch.Tensor | None,
+    mass: torch.Tensor,
+) -> Outcome:
+    """Decode on a lookahead's say.
+
+    Args:
+        positions: `[steps + 1]` of the first token of each step, a page apart at most.
         start: `[rows, H, columns]` scores by the prompt's last query.
-        lookahead: `[steps, rows, H, columns]` scores that each step's lookahead gives; None: never refresh.
+        lookahead: `[steps, rows, H, columns]` scores that each step's lookahead gives, and `wanted` what `select` makes
+            of them; None: never refresh.
         mass: `[steps, rows, H, columns]` attention of the step after, per page.
     """
     steps, rows, heads, columns = mass.shape
     residency = Residency(config, rows, heads, columns)
-    residency.settle(start, (first - 1) // config.page_size)
+    residency.settle(start, (positions[0] - 1) // config.page_size)
     held = []
-    for step in range(steps + 1):
-        pages = residency.recall(first + step)
+    for step, position in enumerate(positions):
+        pages = residency.recall(position)
         if step:
-            held.append(attended_mass(mass[step - 1], pages, (first + step) // config.page_size))
-        if lookahead is not None and step < steps:
-            residency.refresh(lookahead[step], first + step)
+            held.append(attended_mass(mass[step - 1], pages, position // config.page_size))
+        if lookahead is not None and wanted is not None and step < steps:
+            residency.refresh(lookahead[step], wanted[step], position)
     return Outcome(torch.stack(held), residency.fetched / (steps * rows * heads))
 
 
 def attended_mass(mass: torch.Tensor, pages: torch.Tensor, tail: int) -> torch.Tensor:
-    """`[rows, H]` mass of `pages` `[rows, H, K]` and the tail page; `mass` `[rows, H, columns]`."""
-    return mass.gather(-1, pages).sum(-1) + mass[..., tail]
+    """`[rows, H]` mass of `pages` `[rows, H, K]`, the tail page and any that new tokens reach after it; `mass`
+    `[rows, H, columns]`."""
+    return mass.gather(-1, pages).sum(-1) + mass[..., tail:].sum(-1)
 
 
 def agreement(predicted: torch.Tensor, true: torch.Tensor, budget: int) -> torch.Tensor:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.lookahead import measure
 from benchmarks.lookahead_capture import Capture, Target
 from benchmarks.lookahead_drafts import NgramDraft, RandomDraft
-from benchmarks.lookahead_simulation import PageScorer, Residency, agreement, page_mass, simulate
+from benchmarks.lookahead_measure import ORACLE, Tables, measure
+from benchmarks.lookahead_simulation import PageScorer, Residency, agreement, merge, page_mass, select, simulate
 from oasis_sglang.attention.selector import TorchSelector
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.working_set import NONE
@@ -103,7 +103,11 @@ def test_residency_follows_a_plain_simulation(data: st.DataObject) -> None:
     for step in range(steps):
         lookahead[step, ..., (first + step) // PAGE :] = -torch.inf
     mass = torch.rand(steps, rows, heads, columns).double()
+    for step in range(steps):
+        mass[step, ..., (first + step + 1) // PAGE + 1 :] = 0
 
+    positions = range(first, first + steps + 1)
+    wanted = select(lookahead, positions, config)
     residency = Residency(config, rows, heads, columns)
     residency.settle(start, (first - 1) // PAGE)
 
@@ -128,13 +132,13 @@ def test_residency_follows_a_plain_simulation(data: st.DataObject) -> None:
             tail = torch.full((rows, heads, 1), (first + step) // PAGE)
             held.append(mass[step - 1].gather(-1, torch.cat((pages, tail), dim=-1)).sum(-1))
         if step < steps and not never:
-            residency.refresh(lookahead[step], first + step)
+            residency.refresh(lookahead[step], wanted[step], first + step)
             for (row, head), lane in lanes.items():
                 scores = lookahead[step, row, head].tolist()
                 fetched += lane.refresh(scores, first + step, step + 1, resident(row, head))
         residency.sets.check_integrity()
 
-    outcome = simulate(config, first, start, None if never else lookahead, mass)
+    outcome = simulate(config, positions, start, *((None, None) if never else (lookahead, wanted)), mass)
     torch.testing.assert_close(outcome.mass, torch.stack(held))
     assert outcome.fetched * steps * rows * heads == pytest.approx(fetched)
 
@@ -197,6 +201,7 @@ def test_an_oracle_draft_of_one_token_agrees_fully() -> None:
     """Its query is the next step's; and fetching all it asks for holds what the next step's own choice would."""
     steps, budget = 9, 3
     measured = measure([random_capture(steps + 3, 3), random_capture(steps + 3, 3)], steps, [1, 3], PAGE)
+    positions = range(45, 45 + steps + 1)
     by_label = {x.label: x for x in measured.lookaheads}
     scores = by_label["oracle (1)"].scores
     assert scores is not None
@@ -210,13 +215,51 @@ def test_an_oracle_draft_of_one_token_agrees_fully() -> None:
         *(f"{name} ({n}){own}" for name in ("random", "oracle") for n in (1, 3) for own in ("", " + own")),
     }  # fmt: skip
     config = OasisConfig(token_budget=budget * PAGE, page_size=PAGE, miss_policy="skip")
-    outcome = simulate(config, 45, measured.start, scores, measured.mass)
+    outcome = simulate(config, positions, measured.start, scores, select(scores, positions, config), measured.mass)
     for step in range(steps):
         tail = (45 + step + 1) // PAGE
         if (45 + step + 1) % PAGE:  # on a new page the lookahead could not know the page just completed
             pages = measured.own[step].topk(budget, dim=-1).indices
             own = measured.mass[step].gather(-1, pages).sum(-1) + measured.mass[step, ..., tail]
             torch.testing.assert_close(outcome.mass[step], own)
+
+
+def test_a_chain_goes_on_behind_what_it_accepted() -> None:
+    """Positions, committed tokens, lookaheads and mean attention of a walk whose guesses are right 0 to 2 times."""
+    steps, chain, context = 9, 2, 45
+    capture = random_capture(steps + chain, chain, context)
+    # step i decodes token 45 + i; a right first guess is 46 + i
+    right = [2, 0, 0, 1, 0, 1, 2, 0, 0, 0, 0]
+    guesses = [[46 + i if n > 0 else -1, 47 + i if n > 1 else -1] for i, n in enumerate(right)]
+    capture.guesses["random"] = torch.tensor(guesses)
+    tables = Tables(capture, PAGE)
+    previous, mass = tables.of_steps(steps, 0), tables.mass()
+    whole = merge([previous, *(tables.of_draft(steps, "random", j) for j in range(chain))])
+    walk = tables.chain("random", chain, whole, previous, mass)
+    # 0 accepts 2, so 3 is next; it accepts 1; 5 accepts 1; 7 and 8 accept none
+    at = [0, 3, 5, 7, 8]
+    assert walk.positions == [context + i for i in at]
+    assert walk.tokens == [3, 2, 2, 1, 1]
+    assert torch.equal(walk.whole, whole[at])
+    for j, (step, newest) in enumerate([(0, 2), (3, 4), (5, 6), (7, 7)]):
+        expected = tables.score(capture.queries[newest + 1], (context + step) // PAGE)
+        assert torch.equal(walk.last[j], expected)
+    for j, tokens in enumerate([(3, 4), (5, 6), (7,), (8,)]):
+        of = [
+            page_mass(capture.keys[:, :, : context + t + 1], capture.queries[t + 1], PAGE, capture.scale)
+            for t in tokens
+        ]
+        mean = sum(torch.nn.functional.pad(x, (0, tables.columns - x.shape[-1])) for x in of) / len(of)
+        torch.testing.assert_close(walk.mass[j], mean)
+    simulated = simulate(
+        OasisConfig(token_budget=3 * PAGE, page_size=PAGE, miss_policy="skip"),
+        walk.positions, walk.start, walk.last,
+        select(walk.last, walk.positions, OasisConfig(token_budget=3 * PAGE, page_size=PAGE)), walk.mass,
+    )  # fmt: skip
+    assert simulated.mass.shape == (4, 2, 2)
+    assert bool((simulated.mass <= 1 + 1e-5).all())
+    everything = tables.chain(ORACLE, chain, whole, previous, mass)
+    assert everything.positions == [context, context + 3, context + 6]
 
 
 def test_prompt_lookup_copies_what_followed() -> None:
@@ -365,6 +408,7 @@ def test_residency_is_that_of_the_tier(slack: float, fetch: float, predictor: st
     for step in range(1, steps + 1):
         residency.recall(prompt + step - 1)
         if predictor == "previous":
-            residency.refresh(score(step), prompt + step - 1)
+            scores, position = score(step), prompt + step - 1
+            residency.refresh(scores, select(scores.unsqueeze(0), [position], config)[0], position)
         assert torch.equal(residency.chosen, chosen[step])
     assert residency.fetched == tier.stats.missed - tier.stats.dropped
