@@ -16,6 +16,7 @@ from torch import Tensor
 from oasis_sglang.speculative.draft.data import Corpus, Shard, write_atomically
 from oasis_sglang.speculative.draft.evaluate import AcceptLength, accept_length
 from oasis_sglang.speculative.draft.model import DraftHead, DraftShape, initialise
+from oasis_sglang.speculative.draft.optimizer import Muon
 from oasis_sglang.speculative.draft.target import Target
 
 #: Later steps of an unrolling count less: they matter only where the earlier ones were right.
@@ -178,16 +179,17 @@ class Trainer:
             part.features[:, :-1].float(), part.tokens, part.starts, first, self.target.embed, self.target.rotary
         )
         queries = part.features.shape[1] - 1 - first
+        # final[j] decided token width + j; the first token is known before anything is drafted.
+        teacher = torch.softmax(F.linear(part.final[:, 1:].float(), self.teacher), dim=-1)
         losses, accuracy = [], []
         for step in range(self.settings.unroll):
             x = next(chain)
-            # Query i of step k predicts token width + i + k + 1, which final[i + k + 1] decided.
+            # Query i of step k predicts token width + i + k + 1.
             predicted = part.tokens[:, part.width + step + 1 :][:, :queries]
             places = torch.arange(part.width + step + 1, part.width + step + 1 + predicted.shape[1])
             # A token outside the draft's vocabulary cannot be drafted; nothing is to be learnt there.
             valid = (places < part.ends[:, None]) & (self.draft_ids[predicted] >= 0)
-            final = part.final[:, step + 1 :][:, : predicted.shape[1]][valid].float()
-            wanted = torch.softmax(F.linear(final, self.teacher), dim=-1)
+            wanted = teacher[:, step:][valid]
             logits = self.head.logits(x[:, : predicted.shape[1]][valid])
             losses.append(F.cross_entropy(logits, wanted, reduction="sum") / max(1, len(logits)))
             same = logits.detach().argmax(dim=-1) == wanted.argmax(dim=-1)
@@ -212,7 +214,6 @@ def make_optimizers(head: DraftHead, settings: Settings) -> list[torch.optim.Opt
         return [torch.optim.AdamW(parameters.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
     matrices = [value for name, value in parameters.items() if name not in rest]
     return [
-        # Its updates are scaled to the size of AdamW's, so that one learning rate serves both.
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=rate),
         torch.optim.AdamW(rest.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
