@@ -16,6 +16,8 @@ KV_BACKEND = "oasis"
 ATTENTION_BACKEND = "oasis"
 # For `sglang.Engine` and other callers without a command line.
 CONFIG_ENV = "SGLANG_OASIS_CONFIG"
+# Drafts per step where the user does not say.
+DRAFT_STEPS = 3
 _ATTRIBUTE = "_oasis"
 
 
@@ -93,6 +95,20 @@ def apply(server_args: Any, config: OasisConfig) -> None:
             f"""--page-size {config.page_size} or --oasis-config '{{"page_size": {server_args.page_size}}}'"""
         )
     server_args.page_size = config.page_size
+    if server_args.speculative_algorithm is not None:
+        _default_chain(server_args)
+
+
+def _default_chain(server_args: Any) -> None:
+    """Drafts as a chain, where the user did not say: SGLang would pick a tree for some models."""
+    if server_args.speculative_num_steps is None and server_args.speculative_num_draft_tokens is not None:
+        server_args.speculative_num_steps = server_args.speculative_num_draft_tokens - 1
+    if server_args.speculative_num_steps is None:
+        server_args.speculative_num_steps = DRAFT_STEPS
+    if server_args.speculative_eagle_topk is None:
+        server_args.speculative_eagle_topk = 1
+    if server_args.speculative_num_draft_tokens is None:
+        server_args.speculative_num_draft_tokens = server_args.speculative_num_steps + 1
 
 
 def make_engine_args(server_args_class: type, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 MissPolicy = Literal["wait", "skip"]
-PredictorName = Literal["previous", "none"]
+PredictorName = Literal["previous", "draft", "none"]
 TransferName = Literal["inline"]
 
 
@@ -32,10 +32,13 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         fetch_ratio: most pages fetched per KV head and step, as a share of the budget; 1.0 is no cap.
         miss_policy: `wait` fetches every selected page before attending (exact top-K); `skip` attends to what is
             resident and lets misses arrive for the next step.
-        predictor: where `skip` takes the query that chooses the next step's pages from: `previous` (the token just
-            decoded) or `none` (never refresh; for ablations).
+        predictor: where `skip` takes the query that chooses the next step's pages from: `draft` (every token of the
+            chain of drafts that is verified), `previous` (the last token accepted) or `none` (never refresh; for
+            ablations). `draft` without speculation is `previous`.
+        probe: with speculation, never accept a draft: it only looks ahead, as in the OasisKV paper.
         dense_layers: the first layers that attend to the whole sequence, read from the host pool.
         min_sparse_len: sequences shorter than this stay dense whatever the budget.
+        debug_attention_mass: with `skip`, now and then measure the attention mass that the attended pages hold; slow.
         prefetch_workers: worker processes per rank; 0 with `transfer: inline`.
         transfer: `inline` copies in the rank process.
     """
@@ -52,6 +55,8 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     predictor: PredictorName = "previous"
     dense_layers: int = 0
     min_sparse_len: int = 0
+    probe: bool = False
+    debug_attention_mass: bool = False
     prefetch_workers: int = 0
     transfer: TransferName = "inline"
 

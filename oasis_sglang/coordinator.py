@@ -15,6 +15,7 @@ from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.sizing import PoolGeometry, PoolPlan
 
 if TYPE_CHECKING:
+    from oasis_sglang.attention.page_table import DecodePlan
     from oasis_sglang.memory_pool.tier import KVTier
     from oasis_sglang.memory_pool.working_set import Attempt
 
@@ -29,6 +30,7 @@ class Setup(NamedTuple):
     plan: PoolPlan
     rows: int
     context_len: int
+    chain: int = 1  # tokens per sequence and step: with speculation the last accepted one and its drafts
 
 
 class Coordinator:
@@ -40,6 +42,7 @@ class Coordinator:
         self._attempts: dict[int, Attempt] = {}
         self._prompts: dict[int, int] = {}  # tokens that the request of a row came with
         self._row_of = torch.full((1,), -1, dtype=torch.int64)
+        self._verifying: DecodePlan | None = None
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -115,6 +118,26 @@ class Coordinator:
         """Tokens that running requests came with: what else they extend by was decoded before a retraction."""
         return [self._prompts[index] for index in req_pool_indices.tolist()]
 
+    # -- speculation ----------------------------------------------------------------------------------------------
+
+    def verifying(self, plan: DecodePlan) -> None:
+        """A chain of drafts went through the target: nothing of it is committed before `accept`."""
+        self._verifying = plan
+
+    def accept(self, accepted: torch.Tensor) -> None:
+        """Commit the accepted tokens of the step that was verified.
+
+        Args:
+            accepted: `[n]` tokens kept per sequence, at least 1.
+        """
+        plan, self._verifying = self._verifying, None
+        if plan is None:
+            raise RuntimeError("drafts were accepted that were not verified")
+        accepted = accepted.to(torch.int64)
+        self.tier.finish_decode(plan, accepted)
+        self.tier.stats.verify_steps += plan.rows.numel()
+        self.tier.stats.accepted_tokens += int(accepted.sum())
+
     # -- slots ----------------------------------------------------------------------------------------------------
 
     def pages_freed(self, pages: torch.Tensor) -> None:
@@ -164,6 +187,12 @@ class Coordinator:
             "fetched_bytes_total": transfer.bytes,
             "stall_seconds_total": transfer.seconds,
             "load_back_tokens_total": stats.load_back_tokens,
+            "lookahead_pages_total": tier.lookahead.pages,
+            "lookahead_agreed_pages_total": tier.lookahead.agreed,
+            "lookahead_agreement": tier.lookahead.agreement,
+            "attention_mass": tier.lookahead.mean_mass,
+            "verify_steps_total": stats.verify_steps,
+            "accepted_tokens_total": stats.accepted_tokens,
             "stale_releases_total": tier.sets.stale_releases,
             "transfers_in_flight": tier.in_flight(),
         }

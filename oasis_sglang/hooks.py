@@ -17,13 +17,15 @@ SGLANG_VERSION = "0.5.23"
 
 
 class Kind(StrEnum):
-    """How a symbol is used. The first three are `HookRegistry` hooks, the others are only called or subclassed."""
+    """How a symbol is used. The first three are `HookRegistry` hooks; a name to fill is None in SGLang on hosts without
+    its kernels, and ours there; the others are only called or subclassed."""
 
     BEFORE = "before"
     AFTER = "after"
     AROUND = "around"
     CALL = "call"
     SUBCLASS = "subclass"
+    FILL = "fill"
 
 
 class Hook(NamedTuple):
@@ -157,6 +159,31 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "tgt_loc", "src_loc"),
         "overridden to refuse moves by slot",
     ),
+    Hook(
+        f"{_SRT}speculative.eagle_worker_common.run_eagle_verify",
+        Kind.AFTER,
+        (
+            *("batch", "target_worker", "req_to_token_pool", "token_to_kv_pool_allocator", "plan_stream"),
+            *("plan_stream_ctx", "topk", "num_draft_tokens", "device", "metadata_ready_pre_pad", "finalize_tree_path"),
+            *("pp_proxy_tensors", "grammar_barrier", "uno_target_max_top_k"),
+        ),
+        "commits accepted tokens",
+    ),
+    Hook(
+        f"{_SRT}speculative.eagle_utils.eagle_sample",
+        Kind.AROUND,
+        (
+            *("verify_input", "batch", "logits_output", "grammar_mask", "uno_target_max_top_k", "watermark_state"),
+            "watermark_full_mask",
+        ),
+        "probe mode accepts no draft",
+    ),
+    Hook(
+        f"{_SRT}speculative.draft_utils.DraftBackendFactory._create_backend",
+        Kind.BEFORE,
+        ("self", "backend_name", "backend_map", "error_template", "stamps_children"),
+        "attention of the draft model",
+    ),
     Hook(f"{_SRT}arg_groups.overrides.model_config_of", Kind.CALL, ("server_args",), "the model's configuration"),
     Hook(f"{_SRT}configs.hybrid_arch.mambaish_config", Kind.CALL, ("model_config",), "models with recurrent layers"),
     Hook(f"{_SRT}entrypoints.engine.Engine.server_args_class", Kind.CALL, None, "Engine(kv_backend='oasis')"),
@@ -206,9 +233,10 @@ def inspect_hook(hook: Hook) -> Finding:
 def whole_table() -> tuple[Hook, ...]:
     """The table above and the CPU platform's."""
     # Imported here: that table is made of this module's `Hook`.
-    from oasis_sglang.platform.symbols import CPU_HOOKS
+    from oasis_sglang.platform import cpu
+    from oasis_sglang.platform.symbols import CHAIN_HOOKS, CPU_HOOKS
 
-    return (*HOOKS, *CPU_HOOKS)
+    return (*HOOKS, *CPU_HOOKS, *(CHAIN_HOOKS if cpu.activate() else ()))
 
 
 def inspect_all() -> list[Finding]:
@@ -251,7 +279,7 @@ def install(handlers: dict[str, Callable[..., Any]]) -> None:
     """Register a handler for every patch of the table."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    patches = {hook.target: hook for hook in HOOKS if hook.is_patch}
+    patches = {hook.target: hook for hook in whole_table() if hook.is_patch}
     if set(patches) != set(handlers):
         raise RuntimeError(f"hook table and handlers differ: {sorted(set(patches) ^ set(handlers))}")
     for target, hook in patches.items():

@@ -46,6 +46,16 @@ COUNTERS = {
     "oasis_decode_steps_total": ("decode_steps_total", "Decode steps."),
     "oasis_sparse_sequences_total": ("sparse_sequences_total", "Sequences decoded sparsely, summed over steps."),
     "oasis_dense_sequences_total": ("dense_sequences_total", "Sequences decoded densely, summed over steps."),
+    "oasis_verify_steps_total": ("verify_steps_total", "Chains of drafts verified, summed over sequences."),
+    "oasis_accepted_tokens_total": (
+        "accepted_tokens_total",
+        "Tokens that verified chains led to, the one after the last accepted draft included.",
+    ),
+    "oasis_lookahead_pages_total": (
+        "lookahead_pages_total",
+        "Pages chosen ahead (miss_policy skip) that were compared, in a sample, with those the query itself chooses.",
+    ),
+    "oasis_lookahead_agreed_pages_total": ("lookahead_agreed_pages_total", "Those that the query chose too."),
     "oasis_stale_releases_total": ("stale_releases_total", "Releases of working sets that were already released."),
 }
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from oasis_sglang import arguments, coordinator, hooks, metrics, validate
+from oasis_sglang.platform import spec_ops
 
 
 def register() -> None:
     """Called by SGLang once in every process that loads plugins, before anything is parsed or built."""
+    from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import ServerArgs, add_attention_backend_choices
@@ -17,6 +19,7 @@ def register() -> None:
     hooks.install(handlers())
     register_attention_backend(arguments.ATTENTION_BACKEND)(_create_attention_backend)
     add_attention_backend_choices([arguments.ATTENTION_BACKEND])
+    add_draft_attention_backend_choices([arguments.ATTENTION_BACKEND])
     if Engine.server_args_class is ServerArgs:
         Engine.server_args_class = staticmethod(lambda **kwargs: arguments.make_engine_args(ServerArgs, **kwargs))
 
@@ -41,9 +44,13 @@ def handlers() -> dict[str, Any]:
         "_check_req_pool": _check_req_pool,
         "get_internal_state": _get_internal_state,
         "log_stats": _log_stats,
+        "run_eagle_verify": _commit_accepted,
+        "eagle_sample": _accept_none_in_probe,
+        "DraftBackendFactory._create_backend": _offer_draft_backend,
+        **{path.rsplit(".", 1)[1]: spec_ops.on_cpu(path) for path in spec_ops.AROUND},
     }
     found = {}
-    for hook in hooks.HOOKS:
+    for hook in hooks.whole_table():
         for name, handler in short.items():
             if hook.is_patch and hook.target.endswith("." + name):
                 found[hook.target] = handler
@@ -51,6 +58,10 @@ def handlers() -> dict[str, Any]:
 
 
 def _create_attention_backend(model_runner: Any) -> Any:
+    if model_runner.is_draft_worker:
+        from oasis_sglang.attention.draft_backend import DraftAttnBackend
+
+        return DraftAttnBackend(model_runner)
     from oasis_sglang.attention.backend import OasisAttnBackend
 
     return OasisAttnBackend(model_runner)
@@ -88,6 +99,7 @@ def _resolve_once(original: Any, self: Any) -> None:
         raise
     view, model = resolving_view(self), model_config_of(self)
     validate.check_device(view.device)
+    validate.check_speculation(view, config)
     validate.check_model(model)
     validate.check_kv_dtype(view.kv_cache_dtype, model.dtype)
     return None
@@ -113,8 +125,12 @@ def _resolve_memory_pool_config(original: Any, self: Any, pre_model_load_memory:
 
 def _resolve_kv_pool_class(original: Any, self: Any, *, kind: str, default: type) -> type:
     # SGLang resolves the class of every kind before it picks one; models that use another were refused at start.
-    if arguments.attached(self.server_args) is None or self.is_draft_worker or kind != "mha":
+    if arguments.attached(self.server_args) is None or kind != "mha":
         return original(self, kind=kind, default=default)
+    if self.is_draft_worker:
+        from oasis_sglang.memory_pool.draft_pool import OasisDraftPool
+
+        return OasisDraftPool
     from oasis_sglang.memory_pool.device_pool import OasisKVPool
 
     metrics.install_log_parts()
@@ -175,6 +191,38 @@ def _refuse_beam(original: Any, self: Any, req: Any, recv_req: Any) -> str | Non
         return original(self, req, recv_req)
     width = req.sampling_params.beam_width
     return f"beam_width={width} does not work with --kv-backend oasis; use beam_width=1, or n for parallel samples."
+
+
+# -- speculation ------------------------------------------------------------------------------------------------------
+
+
+def _commit_accepted(result: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    active = coordinator.active()
+    if active is not None and result.accept_lens.numel():
+        active.accept(result.accept_lens)
+
+
+def _accept_none_in_probe(original: Any, *args: Any, **kwargs: Any) -> Any:
+    predict, accept_lens, accept_index = original(*args, **kwargs)
+    active = coordinator.active()
+    if active is not None and active.setup.config.probe and accept_lens.numel():
+        accept_lens = accept_lens.new_ones(accept_lens.shape)
+        accept_index[:, 1:] = -1
+    return predict, accept_lens, accept_index
+
+
+def _offer_draft_backend(
+    self: Any, backend_name: str, backend_map: dict[str, Any], error_template: str, stamps_children: bool = False
+) -> None:
+    if coordinator.active() is None:
+        return
+    from oasis_sglang.attention.draft_backend import DraftAttnBackend, MultiStepDraftBackend
+
+    name, runner = arguments.ATTENTION_BACKEND, self.draft_model_runner
+    if stamps_children:
+        backend_map[name] = lambda: (name, MultiStepDraftBackend(runner, self.topk, self.speculative_num_steps))
+    else:
+        backend_map[name] = lambda: (name, DraftAttnBackend(runner))
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

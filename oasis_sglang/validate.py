@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from oasis_sglang.config import ConfigError
+from oasis_sglang.config import ConfigError, OasisConfig
 
 # Of SGLang's choices, those that keep KV in a dtype that models compute in.
 KV_DTYPES = ("auto", "bf16", "bfloat16")
@@ -21,7 +21,17 @@ class Refusal(NamedTuple):
 _LEAVE_OUT = "leave the flag out"
 
 REFUSALS = (
-    Refusal("speculative_algorithm", (None,), "start without speculation; it is not part of this release"),
+    Refusal(
+        "speculative_algorithm",
+        (None, "EAGLE", "EAGLE3", "STANDALONE", "eagle", "eagle3", "standalone"),
+        "use EAGLE3, EAGLE or STANDALONE",
+    ),
+    Refusal("speculative_eagle_topk", (None, 1), "use --speculative-eagle-topk 1: drafts are verified as a chain"),
+    Refusal("speculative_adaptive", (None, False), _LEAVE_OUT),
+    Refusal("speculative_use_rejection_sampling", (None, False), f"{_LEAVE_OUT}: the output follows the target anyway"),
+    Refusal("speculative_use_block_verification", (None, False), _LEAVE_OUT),
+    Refusal("speculative_draft_window_size", (None,), f"{_LEAVE_OUT}: the draft attends to everything"),
+    Refusal("enable_multi_layer_eagle", (None, False), "use a draft with one layer"),
     Refusal("pp_size", (1,), "use --pp-size 1, and --tp-size to spread a model"),
     Refusal("tp_size", (1,), "use --tp-size 1 with one server per model copy; more ranks are untested"),
     Refusal("dp_size", (1,), "use --dp-size 1 and start several servers"),
@@ -78,6 +88,31 @@ def check_flags(server_args: Any) -> None:
         raise ConfigError(
             f"--kv-cache-dtype={dtype} does not work with --kv-backend oasis: use --kv-cache-dtype auto (the model's "
             "dtype) or bf16; 8- and 4-bit KV are untested and 4-bit scales would be lost"
+        )
+
+
+def check_speculation(server_args: Any, config: OasisConfig) -> None:
+    """Raise for chains of drafts that do not fit, and for settings that need speculation.
+
+    Args:
+        server_args: as SGLang resolved them.
+
+    Raises:
+        ConfigError: naming the flag, the value and what works instead.
+    """
+    if server_args.speculative_algorithm is None:
+        for key, value in (("probe", config.probe), ("predictor", config.predictor == "draft")):
+            if value:
+                raise ConfigError(
+                    f"{key}={getattr(config, key)} in --oasis-config needs drafts: give --speculative-algorithm EAGLE3 "
+                    f"and --speculative-draft-model-path, or leave {key} out"
+                )
+        return
+    chain, most = int(server_args.speculative_num_draft_tokens or 0), (config.page_size + 1) // 2
+    if not 2 <= chain <= most:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens={chain} (--speculative-num-steps={server_args.speculative_num_steps}) "
+            f"does not work with --kv-backend oasis and pages of {config.page_size} tokens: use 1 to {most - 1} steps"
         )
 
 

@@ -49,19 +49,23 @@ class OasisAttnBackend(AttentionBackend):
         if mode.is_idle() or forward_batch.batch_size == 0:
             return
         if mode.is_decode():
-            self._plan = self._plan_decode(forward_batch)
-        elif mode.is_extend() and not mode.is_mixed() and not mode.is_target_verify():
+            self._plan = self._plan_decode(forward_batch, 1)
+        elif mode.is_target_verify():
+            self._plan = self._plan_decode(forward_batch, forward_batch.input_ids.numel() // forward_batch.batch_size)
+        elif mode.is_extend() and not mode.is_mixed():
             self._sequences = self._plan_extend(forward_batch)
         else:
             raise NotImplementedError(f"the oasis backend does not run forward mode {mode.name}")
 
-    def _plan_decode(self, batch: ForwardBatch) -> DecodePlan:
+    def _plan_decode(self, batch: ForwardBatch, new: int) -> DecodePlan:
         indices = batch.req_pool_indices
         rows = self.coordinator.rows(indices)
         seq_lens = batch.seq_lens.to(torch.int64)
+        if new > 1:
+            seq_lens = seq_lens + new  # a decode step's length counts its new token, a verification's no draft
         longest = -(-int(seq_lens.max()) // self.page_size) * self.page_size
         table = self.req_to_token_pool.req_to_token[indices, : longest : self.page_size] // self.page_size
-        return self.tier.plan_decode(rows, seq_lens, batch.out_cache_loc.to(torch.int64), table.to(torch.int64))
+        return self.tier.plan_decode(rows, seq_lens, batch.out_cache_loc.to(torch.int64), table.to(torch.int64), new)
 
     def _plan_extend(self, batch: ForwardBatch) -> list[ExtendSequence]:
         indices = batch.req_pool_indices
@@ -88,6 +92,8 @@ class OasisAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if self._plan is not None:  # the verification of a chain
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         index = self._layer_index(layer, k, save_kv_cache)
         out = torch.empty_like(q)
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
@@ -117,7 +123,10 @@ class OasisAttnBackend(AttentionBackend):
         queries = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         out = self.tier.decode(self._plan, index, queries, k, v, layer.scaling)
         if index == self.last_layer:
-            self.tier.finish_decode(self._plan)
+            if self._plan.new == 1:
+                self.tier.finish_decode(self._plan)
+            else:
+                self.coordinator.verifying(self._plan)
         return out.reshape(q.shape[0], -1)
 
     def _layer_index(self, layer: RadixAttention, k: torch.Tensor | None, save_kv_cache: bool) -> int:

@@ -22,57 +22,66 @@ def sparse_mask(seq_lens: torch.Tensor, config: OasisConfig) -> torch.Tensor:
     return (seq_lens >= config.min_sparse_len) & (candidates > config.budget_pages)
 
 
-def table_columns(dense_pages: int, any_sparse: bool, config: OasisConfig) -> int:
+def table_columns(dense_pages: int, sparse_pages: int, any_sparse: bool, config: OasisConfig) -> int:
     """Columns of a step's page table: wide enough for every sequence, and one of few widths.
 
     Args:
-        dense_pages: most pages of a dense sequence in the batch.
+        dense_pages: most pages of a dense sequence in the batch. sparse_pages: pages of a sparse one.
     """
-    sparse_columns = config.budget_pages + 1
     multiple = max(LANES // config.page_size, 1)
     columns = -(-max(dense_pages, 1) // multiple) * multiple
-    if dense_pages <= sparse_columns and (any_sparse or columns > sparse_columns):
-        return sparse_columns
+    if dense_pages <= sparse_pages and (any_sparse or columns > sparse_pages):
+        return sparse_pages
     return columns
 
 
 class DecodePlan:
-    """One decode step of a batch: made once, read by every layer.
+    """One decode step of a batch: made once, read by every layer. Every sequence gets t new tokens: one, or the chain
+    of drafts that is verified.
 
     Attributes (n sequences, m of them sparse):
-        rows: `[n]` working-set rows. slots: `[n]` where the new tokens go in the host pool.
-        seq_lens: `[n]`, new token included. tail_page, tail_offset: `[n]` page and lane of the new token.
+        rows: `[n]` working-set rows. slots: `[n * t]` where the new tokens go in the host pool.
+        seq_lens: `[n]`, new tokens included; `first` `[n]`, the first of them included.
+        tail_page: `[n]` page of the first new token; `pages` and `offsets` `[n, t]`, page and lane of each.
         sparse: `[m]` indices of sparse sequences; `sparse_rows` `[m]`, `sparse_tail` `[m]`, `sparse_host_pages`
             `[m, pages]` are theirs.
-        tail_rows: `[layers, n, kv_heads]` pool row of the tail page.
+        crossing: positions in `sparse` of sequences that were dense in their last step.
+        token_rows: `[layers, n, t, kv_heads]` pool rows of the new tokens' pages.
+        spill_rows: `[layers, m, kv_heads]` with t > 1, pool rows of the page after `sparse_tail` where new tokens reach
+            it, else of the reserved page.
         table: `[n, kv_heads, columns]` pool rows; dense parts are the same for every layer, sparse parts are not.
         layout: of `table`. host_layout: of the table over the host pool that dense layers read.
     """
 
-    def __init__(self, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, config: OasisConfig) -> None:
-        position = seq_lens - 1
+    def __init__(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, config: OasisConfig, new: int = 1
+    ) -> None:
         self.rows = rows
         self.slots = slots
+        self.new = new
         self.seq_lens = seq_lens
-        self.tail_page = position // config.page_size
-        self.tail_offset = position % config.page_size
-        mask = sparse_mask(seq_lens, config)
+        self.first = seq_lens - (new - 1)
+        position = (self.first - 1).view(-1, 1) + torch.arange(new)
+        self.pages = position // config.page_size
+        self.offsets = position % config.page_size
+        self.tail_page = self.pages[:, 0]
+        # A chain of drafts is sparse or dense as a whole: by its first token, which is certain.
+        mask = sparse_mask(self.first, config)
         self.sparse = mask.nonzero(as_tuple=True)[0]
         self.dense = (~mask).nonzero(as_tuple=True)[0]
-        self.starting = (self.tail_offset == 0).nonzero(as_tuple=True)[0]
         self.sparse_rows = rows[self.sparse]
         self.sparse_tail = self.tail_page[self.sparse]
-        dense_pages = int(self.tail_page[self.dense].max()) + 1 if self.dense.numel() else 0
-        self.columns = table_columns(dense_pages, self.sparse.numel() > 0, config)
+        dense_pages = int(self.pages[self.dense].max()) + 1 if self.dense.numel() else 0
+        self.sparse_pages = config.budget_pages + (1 if new == 1 else 2)
+        self.columns = table_columns(dense_pages, self.sparse_pages, self.sparse.numel() > 0, config)
         # lanes that hold tokens: all of a dense sequence; budget and tail of a sparse one
-        self.tokens = torch.where(mask, config.token_budget + self.tail_offset + 1, seq_lens)
-        # `m` positions in `sparse` of sequences that were dense one token ago
-        was = sparse_mask(seq_lens[self.sparse] - 1, config)
-        self.crossing = (~was).nonzero(as_tuple=True)[0]
+        self.tokens = torch.where(mask, config.token_budget + self.offsets[:, 0] + new, seq_lens)
         # filled by the tier, which knows the pools
         empty = rows.new_empty(0)
+        self.crossing = empty
         self.sparse_host_pages = empty
-        self.tail_rows = empty
+        self.token_rows = empty
+        self.spill_rows = empty
         self.table = empty
         self.layout: TableLayout | None = None
         self.host_layout: TableLayout | None = None

@@ -43,7 +43,7 @@ class PageSelector(Protocol):
     ) -> Selection:
         """
         Args:
-            q: `[n, Hq, D]` the queries that ask.
+            q: `[n, t, Hq, D]` the queries that ask; a page counts for what the one that wants it most says.
             rows: `[n]` distinct working-set rows, int64.
             tail: `[n]` the page each sequence writes to, int64; the pages before it are candidates, more than K.
             host_pages: `[n, columns]` int64 host pages of each sequence in order.
@@ -73,7 +73,9 @@ class TorchSelector:
         config, sets = self.config, self.sets
         columns = int(tail.max())
         summary_rows = self.summaries.row_ids(host_pages[:, :columns]).transpose(1, 2)
-        scores = self.ops.score_pages(q, self.summaries.table[layer], summary_rows, tail, scale)
+        table_of_layer = self.summaries.table[layer]
+        each = [self.ops.score_pages(x, table_of_layer, summary_rows, tail, scale) for x in q.unbind(1)]
+        scores = torch.stack(each).amax(0)
         wanted = select_pages(scores, tail, config)
         misses = sets.swap_in(layer, rows, wanted, tail, config.fetch_cap_pages, step)
         attended = wanted
@@ -99,7 +101,7 @@ class _Args(ctypes.Structure):
     """`Args` of step.cpp."""
 
     _fields_ = (
-        *((name, _INT) for name in ("sequences", "kv_heads", "group", "head_dim", "columns")),
+        *((name, _INT) for name in ("sequences", "queries", "kv_heads", "group", "head_dim", "columns")),
         *((name, _INT) for name in ("budget", "sink", "recent", "cap", "sequence_pages", "set_pages", "step")),
         ("scale", ctypes.c_float),
         *((name, _POINTER) for name in ("q", "summaries", "host_pages", "tail", "rows", "owned")),
@@ -155,7 +157,8 @@ class NativeSelector:
         n, heads = rows.numel(), args.kv_heads
         q, host_pages = q.contiguous(), host_pages.contiguous()
         attended = torch.empty(n, heads, self._budget, dtype=torch.int64)
-        args.sequences, args.group, args.columns = n, q.shape[1] // heads, host_pages.shape[1]
+        args.sequences, args.queries, args.group = n, q.shape[1], q.shape[2] // heads
+        args.columns = host_pages.shape[1]
         args.step, args.scale = step, scale
         args.q, args.summaries = q.data_ptr(), self._summaries.table[layer].data_ptr()
         args.host_pages, args.tail, args.rows = host_pages.data_ptr(), tail.data_ptr(), rows.data_ptr()

@@ -84,7 +84,8 @@ class TorchOps:
         bounds = self._gather("summary", summaries, rows).view(n * heads, columns, 2 * dim)
         # max(q * high, q * low) summed over dimensions is q+ . high + q- . low
         split = torch.cat((q.clamp_min(0), q.clamp_max(0)), dim=-1).view(n * heads, query_heads // heads, 2 * dim)
-        score = torch.bmm(split, bounds.transpose(1, 2)).view(n, heads, -1, columns).float() * scale
+        # float32: rounded to bfloat16, bounds around 10 would differ by less than they are rounded by
+        score = torch.bmm(split.float(), bounds.transpose(1, 2).float()).view(n, heads, -1, columns) * scale
         beyond = torch.arange(columns, device=q.device) >= pages.view(-1, 1)
         score.masked_fill_(beyond.view(n, 1, 1, columns), -torch.inf)
         weight = score.softmax(-1).mean(2)

@@ -22,6 +22,7 @@ class OasisKVPool(MHATokenToKVPool):
     """
 
     def __init__(self, size: int, **kwargs: Any) -> None:
+        kwargs["enable_kv_cache_copy"] = False  # its kernels would index the buffers by slot
         setup = coordinator.take_setup()
         self.setup = setup
         if size != setup.plan.host_tokens:
@@ -40,6 +41,8 @@ class OasisKVPool(MHATokenToKVPool):
             rows=setup.rows,
             context_len=setup.context_len,
             ops=create_cpu_ops(),
+            chain=setup.chain,
+            probe=setup.config.probe,
         )
         coordinator.start(self.tier, setup)
 

@@ -23,6 +23,7 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
     Raises:
         ValueError: the pools do not fit (see `plan_pools`), or KV is not in the model's dtype.
     """
+    from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_parallel
 
     model, server_args = configurator.model_config, configurator.server_args
@@ -35,6 +36,8 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         itemsize=configurator.kv_cache_dtype.itemsize,
         page_size=config.page_size,
     )
+    chain = int(resolving_view(server_args).speculative_num_draft_tokens or 1)
+    chain = chain if server_args.speculative_algorithm else 1
     plan = plan_pools(
         config,
         geometry,
@@ -44,7 +47,8 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         available_memory=host.available_memory(),
         local_ranks=parallel.launch_world_size,
         device_is_host=str(configurator.device).startswith("cpu"),
+        chain=chain,
     )
     most = min(plan.device_tokens // config.page_size, resolved.max_running_requests)
     rows = most if defaults.given(server_args, "max_running_requests") is not None else min(most, DEFAULT_ROWS)
-    return Setup(config, geometry, plan, rows, model.context_len)
+    return Setup(config, geometry, plan, rows, model.context_len, chain)

@@ -68,6 +68,7 @@ def plan_pools(
     available_memory: int,
     local_ranks: int,
     device_is_host: bool = False,
+    chain: int = 1,
 ) -> PoolPlan:
     """Size the host and the device pool of one rank.
 
@@ -77,11 +78,15 @@ def plan_pools(
         available_memory: bytes free on this machine (cgroup included) for the host pools of all its ranks.
         local_ranks: ranks that take a host pool from this machine's memory.
         device_is_host: the device pool and the key summaries take this machine's memory too (a CPU host).
+        chain: tokens per sequence and step; more than 1 with speculation.
 
     Raises:
         ValueError: a pool that cannot hold one sequence, or pools that the machine's memory cannot hold.
     """
     page, token = config.page_size, geometry.token_bytes
+    set_pages = config.max_set_pages + (chain > 1)
+    # SGLang reserves slots for two chains ahead.
+    ahead = -(-2 * chain // page) * page if chain > 1 else 0
     ratio = config.host_to_device_ratio
     if max_total_tokens is not None:
         device = max_total_tokens
@@ -92,14 +97,14 @@ def plan_pools(
         per_host_token = token * (1 + 1 / ratio) + geometry.summary_page_bytes / page
         device = int(memory_budget / per_host_token / ratio)
         # A small default must still serve: one working set, where the user asked for no size at all.
-        device = max(device, 2 * (config.max_set_pages + 1) * page)
+        device = max(device, 2 * (set_pages + 1) * page)
     host = int(config.host_size_gb * 1e9 / token) if config.host_size_gb is not None else int(device * ratio)
-    sequence = -(-context_len // page) * page + SPARE_PAGES * page
+    sequence = -(-context_len // page) * page + SPARE_PAGES * page + ahead
     if max_total_tokens is None and config.host_size_gb is None:
         host = max(host, sequence)
     device, host = device // page * page, host // page * page
 
-    need = config.max_set_pages + 1
+    need = set_pages + 1
     if device // page < need:
         raise ValueError(
             f"The device pool of {device} tokens (--max-total-tokens={max_total_tokens}) cannot hold one request's "
@@ -108,7 +113,7 @@ def plan_pools(
             f"{need * page} or more, or a smaller token_budget."
         )
     if host < sequence:
-        shorter = host - SPARE_PAGES * page
+        shorter = host - SPARE_PAGES * page - ahead
         raise ValueError(
             f"The host pool of {host} tokens ({host * token / 1e9:.2f} GB per rank) is smaller than one sequence of "
             f"{context_len} tokens (context length) with {SPARE_PAGES} spare pages, {sequence} tokens. Use "

@@ -1,7 +1,7 @@
 """The tiered KV cache of one rank: host pool, device pool, summaries and working sets, and what a forward pass does
 with them. Knows torch, not SGLang.
 
-    extend (a prompt chunk)                         decode (one token per sequence)
+    extend (a prompt chunk)                         decode (one token per sequence, or a chain of drafts)
 
     per layer:                                      before: place the tail page, build the plan
       prefix K, V  <- host pool                     per layer:
@@ -9,7 +9,7 @@ with them. Knows torch, not SGLang.
       new K, V     -> host pool, summaries            select pages, fetch misses (`wait`)
       working set  <- host pool, by the last query    attention over the page table
     after: count the tokens written                   select and fetch for the next step (`skip`)
-                                                    after: new K, V -> host pool, summaries
+                                                    after: K, V of accepted tokens -> host pool, summaries
     * tokens that were decoded before a retraction: sparse, as decode was
 """
 
@@ -29,6 +29,7 @@ from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
 from oasis_sglang.memory_pool.working_set import NONE, Attempt, WorkingSets
 from oasis_sglang.speculative.lookahead import select_pages
+from oasis_sglang.speculative.sampler import KeysOfSequence, LookaheadStats, samples
 
 # Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by
 # their rank, stay above the mark of an empty slot.
@@ -59,6 +60,8 @@ class TierStats:
         self.decode_steps = 0
         self.sparse_sequences = 0  # sequences decoded sparsely, summed over steps
         self.dense_sequences = 0
+        self.verify_steps = 0  # chains verified, and their tokens that were kept
+        self.accepted_tokens = 0
         self.load_back_tokens = 0  # prefix tokens read from the host pool by extends
 
 
@@ -75,9 +78,13 @@ class KVTier:
         rows: int,
         context_len: int,
         ops: AttentionOps,
+        chain: int = 1,
+        probe: bool = False,
     ) -> None:
         """
         Args:
+            chain: tokens that a step computes per sequence: 1, or with speculation the last accepted and its drafts.
+            probe: drafts are never accepted; under `wait` they do not choose pages either.
             k_pages, v_pages: the device pool, per layer `[1 + pages, kv_heads, page_size, head_dim]`; page 0 is the
                 reserved page and stays zero.
             rows: most requests on the device at once.
@@ -86,6 +93,8 @@ class KVTier:
         self.config = config
         self.geometry = geometry
         self.ops = ops
+        self.chain = chain
+        self.probe = probe
         self.host = HostPool(host_pages, geometry, dtype)
         self.summaries = KeySummaries(self.host)
         self.transfer: TransferEngine = InlineTransfer(self.host, k_pages, v_pages)
@@ -94,7 +103,7 @@ class KVTier:
             kv_heads=geometry.kv_heads,
             device_pages=k_pages[0].shape[0] - 1,
             rows=rows,
-            set_pages=config.max_set_pages,
+            set_pages=self.set_pages,
             sequence_pages=-(-(context_len + geometry.page_size) // geometry.page_size),
         )
         self.selector = create_selector(config, ops, self.summaries, self.sets)
@@ -107,16 +116,26 @@ class KVTier:
         # `skip`: the pages chosen for each row's next step
         chosen = (geometry.layers, rows, geometry.kv_heads, config.budget_pages)
         self._chosen = torch.zeros(chosen if config.miss_policy == "skip" else (0,), dtype=torch.int32)
-        step = (geometry.layers, rows, geometry.kv_heads, geometry.head_dim)
+        self._chosen_tail = torch.zeros(rows, dtype=torch.int64)  # the tail page when they were chosen
+        self._was_sparse = torch.zeros(rows, dtype=torch.bool)
+        step = (geometry.layers, rows * chain, geometry.kv_heads, geometry.head_dim)
         self._new_k, self._new_v = torch.empty(step, dtype=dtype), torch.empty(step, dtype=dtype)
+        # (layer, queries, scale) of a chain, until it is known which token was the last accepted
+        self._queries: list[tuple[int, torch.Tensor, float]] = []
         self.step = FIRST_STEP
         self.stats = TierStats()
+        self.lookahead = LookaheadStats()
 
     # -- residency ------------------------------------------------------------------------------------------------
 
+    @property
+    def set_pages(self) -> int:
+        """W: most device pages of one sequence. A chain of drafts may reach into one page more."""
+        return self.config.max_set_pages + (self.chain > 1)
+
     def pages_for(self, tokens: int) -> int:
         """Device pages a request needs that will be `tokens` long at its end."""
-        return min(-(-tokens // self.geometry.page_size), self.config.max_set_pages)
+        return min(-(-(tokens + self.chain - 1) // self.geometry.page_size), self.set_pages)
 
     def reserve(self, tokens: int) -> Attempt | None:
         """Own what a request of `tokens` tokens, output included, needs on the device; None when there is no room."""
@@ -197,13 +216,15 @@ class KVTier:
         heads = self.geometry.kv_heads
         total = torch.tensor([sequence.prefix + sequence.new])
         scores = chosen = None
-        if bool(sparse_mask(total, self.config)):
+        self._was_sparse[row] = bool(sparse_mask(total, self.config))
+        if self._was_sparse[row]:
             candidates = torch.tensor([count - 1])
             rows = self.summaries.row_ids(sequence.pages[:-1]).T.unsqueeze(0)
             scores = self.ops.score_pages(q, self.summaries.table[layer], rows, candidates, scale)
             chosen = select_pages(scores, candidates, self.config)
             if self.config.miss_policy == "skip":
                 self._chosen[layer, row] = chosen[0].to(torch.int32)
+                self._chosen_tail[row] = count - 1
         if count <= width:
             pages = torch.arange(count).expand(heads, count)
             used = (torch.arange(count) + (self.step - count)).expand(heads, count)
@@ -228,46 +249,73 @@ class KVTier:
     # -- decode ---------------------------------------------------------------------------------------------------
 
     def plan_decode(
-        self, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, page_table: torch.Tensor
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, page_table: torch.Tensor, new: int = 1
     ) -> DecodePlan:
         """Start a decode step.
 
         Args:
-            rows: `[n]` working-set rows. seq_lens: `[n]` lengths, new token included. slots: `[n]` of the new tokens.
+            rows: `[n]` working-set rows. seq_lens: `[n]` lengths, new tokens included.
+            slots: `[n * new]` of the new tokens, sequence by sequence.
             page_table: `[n, columns]` host pages of each sequence in order; anything past its length.
+            new: tokens per sequence, at most `chain`.
         """
         self.step += 1
-        plan = DecodePlan(rows, seq_lens, slots, self.config)
+        plan = DecodePlan(rows, seq_lens, slots, self.config, new)
         self.stats.decode_steps += 1
         self.stats.sparse_sequences += plan.sparse.numel()
         self.stats.dense_sequences += plan.dense.numel()
-        if plan.starting.numel():
-            self.sets.start_page(rows[plan.starting], plan.tail_page[plan.starting], self.step)
+        if plan.sparse.numel():
+            plan.crossing = (~self._was_sparse[plan.sparse_rows]).nonzero(as_tuple=True)[0]
+        self._was_sparse[rows] = False
+        self._was_sparse[plan.sparse_rows] = True
+        self._start_pages(plan)
+        self._find_tokens(plan)
         n, heads = rows.numel(), self.geometry.kv_heads
-        tail = plan.tail_page.view(1, n, 1, 1).expand(self.geometry.layers, n, heads, 1)
-        slot = self.sets.slot_of[:, rows].gather(-1, tail).long()
-        if bool((slot == NONE).any()):
-            raise RuntimeError("a sequence was decoded whose newest page is not on the device")
-        pages = self.sets.pages[rows]  # [n, W]
-        physical = pages.view(1, n, 1, -1).expand(self.geometry.layers, n, heads, -1).gather(-1, slot).squeeze(-1)
-        plan.tail_rows = physical * heads + self._heads
-
         plan.table = torch.zeros(n, heads, plan.columns, dtype=torch.int64)
         if plan.dense.numel():
-            self._fill_dense(plan, pages)
-        plan.layout = TableLayout(plan.tokens, plan.columns, self.geometry.page_size, 1, self._new_k.dtype)
+            self._fill_dense(plan, self.sets.pages[rows])
+        plan.layout = TableLayout(plan.tokens, plan.columns, self.geometry.page_size, new, self._new_k.dtype)
         if plan.sparse.numel():
-            most = int(plan.sparse_tail.max()) + 1
+            last = plan.pages[plan.sparse, -1]
+            most = int(last.max()) + 1
             plan.sparse_host_pages = page_table[plan.sparse, :most]
-            past = torch.arange(most) > plan.sparse_tail.view(-1, 1)
-            plan.sparse_host_pages = plan.sparse_host_pages.masked_fill(past, 0)
+            plan.sparse_host_pages = plan.sparse_host_pages.masked_fill(torch.arange(most) > last.view(-1, 1), 0)
             self._require_written(plan)
         return plan
+
+    def _start_pages(self, plan: DecodePlan) -> None:
+        """Give the pages that new tokens reach for the first time their places."""
+        if plan.new == 1:
+            starting = (plan.offsets[:, 0] == 0).nonzero(as_tuple=True)[0]
+            if starting.numel():
+                self.sets.start_page(plan.rows[starting], plan.tail_page[starting], self.step)
+            return
+        # A chain that was cut short may have started its last page already. Chains only move forward, so such a page
+        # is in every chain until it is full, and must not be evicted until then.
+        for pages in (plan.tail_page, plan.pages[:, -1]):
+            missing = self.sets.slot_of[0, plan.rows, 0].gather(-1, pages.view(-1, 1)).squeeze(-1) == NONE
+            starting = missing & ((plan.offsets[:, 0] == 0) | (pages != plan.tail_page))
+            if bool(starting.any()):
+                self.sets.start_page(plan.rows[starting], pages[starting], self.step)
+            self.sets.touch_page(plan.rows, pages, self.step)
+
+    def _find_tokens(self, plan: DecodePlan) -> None:
+        """Where the new tokens go on the device."""
+        n, heads, layers = plan.rows.numel(), self.geometry.kv_heads, self.geometry.layers
+        wanted = plan.pages.view(1, n, 1, -1).expand(layers, n, heads, plan.new)
+        slot = self.sets.slot_of[:, plan.rows].gather(-1, wanted).long()
+        if bool((slot == NONE).any()):
+            raise RuntimeError("a sequence was decoded whose newest page is not on the device")
+        owned = self.sets.pages[plan.rows].view(1, n, 1, -1).expand(layers, n, heads, -1)
+        plan.token_rows = (owned.gather(-1, slot) * heads + self._heads.view(-1, 1)).transpose(2, 3).contiguous()
+        if plan.new > 1 and plan.sparse.numel():
+            spills = plan.pages[plan.sparse, -1] != plan.sparse_tail
+            plan.spill_rows = plan.token_rows[:, plan.sparse, -1].masked_fill(~spills.view(1, -1, 1), 0)
 
     def _fill_dense(self, plan: DecodePlan, pages: torch.Tensor) -> None:
         """A dense sequence holds page i in slot i for every layer and head, so its table is the same for all layers."""
         count = min(plan.columns, pages.shape[1])
-        needed = plan.tail_page[plan.dense] + 1
+        needed = plan.pages[plan.dense, -1] + 1
         if bool((needed > self.sets.width[plan.rows[plan.dense]]).any()):
             raise RuntimeError("a dense sequence has outgrown its working set")
         held = pages[plan.dense, :count]
@@ -287,45 +335,73 @@ class KVTier:
     def decode(
         self, plan: DecodePlan, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One layer of a decode step; `q` `[n, Hq, D]`, `k` and `v` `[n, H, D]`; returns like `q`."""
-        n = q.shape[0]
+        """One layer of a decode step; `q` `[n * t, Hq, D]`, `k` and `v` `[n * t, H, D]`; returns like `q`."""
+        tokens = q.shape[0]
         self.transfer.wait(layer)
-        rows = plan.tail_rows[layer]
-        self.ops.write_tokens(self._k_lanes[layer], self._v_lanes[layer], rows, plan.tail_offset, k, v)
-        self._new_k[layer, :n], self._new_v[layer, :n] = k, v
+        rows = plan.token_rows[layer].flatten(0, 1)
+        self.ops.write_tokens(self._k_lanes[layer], self._v_lanes[layer], rows, plan.offsets.flatten(), k, v)
+        self._new_k[layer, :tokens], self._new_v[layer, :tokens] = k, v
+        q = q.view(plan.rows.numel(), plan.new, *q.shape[1:])
         if plan.sparse.numel() == 0:
-            return self._attend(plan, layer, q, scale)
+            return self._attend(plan, layer, q, scale).flatten(0, 1)
         if layer < self.config.dense_layers:
-            return self._decode_from_host(plan, layer, q, k, v, scale)
-        if self.config.miss_policy == "wait":
-            self._refresh(plan, layer, q, scale)
+            return self._decode_from_host(plan, layer, q, k, v, scale).flatten(0, 1)
+        wait, predictor = self.config.miss_policy == "wait", self.config.predictor
+        if wait:
+            self._refresh(plan, layer, q[:, :1] if self.probe else q, scale)
             self.transfer.wait(layer)
         else:
             wanted = self._recall(plan, layer, q, scale)
+            if samples(self.step, layer, self.geometry.layers):
+                self._sample(plan, layer, q, wanted, scale)
             self.sets.fill_table(layer, plan.sparse_rows, wanted, plan.sparse_tail, plan.table, plan.sparse)
+        if plan.new > 1:
+            plan.table[plan.sparse, :, plan.sparse_pages - 1] = plan.spill_rows[layer]
         out = self._attend(plan, layer, q, scale)
-        if self.config.miss_policy == "skip" and self.config.predictor == "previous":
-            self._chosen[layer, plan.sparse_rows] = self._refresh(plan, layer, q, scale).to(torch.int32)
-        return out
+        if not wait and predictor == "previous" and plan.new > 1:
+            self._queries.append((layer, q, scale))
+        elif not wait and predictor != "none":
+            self._look_ahead(plan, layer, q, scale)
+        return out.flatten(0, 1)
 
-    def finish_decode(self, plan: DecodePlan) -> None:
-        """After the last layer: commit the step's tokens to the host pool and the summaries."""
-        n = plan.rows.numel()
-        self.host.write_step(plan.slots, self._new_k[:, :n], self._new_v[:, :n])
-        self.summaries.append_step(plan.slots, self._new_k[:, :n])
+    def _look_ahead(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> None:
+        """`skip`: choose and fetch the next step's pages by the queries `[n, any, Hq, D]`."""
+        self._chosen[layer, plan.sparse_rows] = self._refresh(plan, layer, q, scale).to(torch.int32)
+        if layer == self.geometry.layers - 1:
+            self._chosen_tail[plan.sparse_rows] = plan.sparse_tail
+
+    def finish_decode(self, plan: DecodePlan, accepted: torch.Tensor | None = None) -> None:
+        """After the last layer: commit the step's tokens to the host pool and the summaries.
+
+        Args:
+            accepted: `[n]` how many of each sequence's new tokens are kept, at least 1; None: all.
+        """
+        n, t = plan.rows.numel(), plan.new
+        if accepted is None:
+            accepted = torch.full((n,), t)
+        kept = torch.arange(t) < accepted.view(-1, 1)
+        index = kept.flatten().nonzero(as_tuple=True)[0]
+        self.host.write_step(plan.slots[index], self._new_k[:, index], self._new_v[:, index])
+        for position in range(int(accepted.max())):  # summaries take one token per page at a time
+            index = kept[:, position].nonzero(as_tuple=True)[0] * t + position
+            self.summaries.append_step(plan.slots[index], self._new_k[:, index])
+        last, sequences = accepted - 1, torch.arange(n)
+        queries, self._queries = self._queries, []
+        for layer, q, scale in queries:
+            self._look_ahead(plan, layer, q[sequences, last].unsqueeze(1), scale)
 
     def _attend(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         assert plan.layout is not None
-        k_rows, v_rows = self._k_rows[layer], self._v_rows[layer]
-        return self.ops.attend(q.unsqueeze(1), k_rows, v_rows, plan.table, plan.layout, scale).squeeze(1)
+        return self.ops.attend(q, self._k_rows[layer], self._v_rows[layer], plan.table, plan.layout, scale)
 
     def _refresh(
         self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float, which: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Score pages by the query, fetch misses up to the cap, and return the pages to attend, all resident. Their
+        """Score pages by the queries, fetch misses up to the cap, and return the pages to attend, all resident. Their
         places are in `plan.table` then.
 
         Args:
+            q: `[n, any, Hq, D]`.
             which: positions in `plan.sparse` to do this for; None for all. The others' working sets stay as they are.
         """
         part = slice(None) if which is None else which
@@ -354,7 +430,7 @@ class KVTier:
         predictor the choice stays.
         """
         wanted = self._chosen[layer, plan.sparse_rows].long()
-        fresh = plan.tail_offset[plan.sparse] == 0
+        fresh = plan.sparse_tail != self._chosen_tail[plan.sparse_rows]
         wanted[fresh, :, -1] = plan.sparse_tail[fresh].view(-1, 1) - 1
         if plan.crossing.numel():
             wanted[plan.crossing] = self._refresh(plan, layer, q, scale, plan.crossing)
@@ -362,7 +438,23 @@ class KVTier:
             # nothing else keeps these pages from being evicted, or remembers what took a page's place
             self._chosen[layer, plan.sparse_rows] = wanted.to(torch.int32)
             self.sets.touch(layer, plan.sparse_rows, self._slots(layer, plan.sparse_rows, wanted), self.step)
+            if layer == self.geometry.layers - 1:
+                self._chosen_tail[plan.sparse_rows] = plan.sparse_tail
         return wanted
+
+    def _sample(self, plan: DecodePlan, layer: int, q: torch.Tensor, attended: torch.Tensor, scale: float) -> None:
+        """Compare the pages `[m, H, K]` that were chosen ahead with what the first new token's query chooses."""
+        asking, tail = q[plan.sparse, 0], plan.sparse_tail
+        rows = self.summaries.row_ids(plan.sparse_host_pages).transpose(1, 2)
+        scores = self.ops.score_pages(asking, self.summaries.table[layer], rows, tail, scale)
+        self.lookahead.count_agreement(attended, select_pages(scores, tail, self.config))
+        if not self.config.debug_attention_mass:
+            return
+        lanes = self._k_lanes[layer][plan.token_rows[layer, plan.sparse, 0]]  # [m, H, page, D]
+        for i, sequence in enumerate(plan.sparse.tolist()):
+            full = self.host.read_keys(layer, plan.sparse_host_pages[i, : tail[i]]).transpose(0, 1)
+            new = lanes[i, :, : int(plan.offsets[sequence, 0]) + 1]
+            self.lookahead.count_mass(KeysOfSequence(asking[i], full, new), attended[i], scale)
 
     def _slots(self, layer: int, rows: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return self.sets.slot_of[layer, rows].gather(-1, pages).long()
@@ -374,19 +466,17 @@ class KVTier:
         out = torch.empty_like(q)
         if plan.dense.numel():
             out[plan.dense] = self._attend(plan, layer, q, scale)[plan.dense]
-        page = self.geometry.page_size
-        slots = plan.slots[plan.sparse]
+        page, sparse = self.geometry.page_size, plan.sparse
+        slots = plan.slots.view(-1, plan.new)[sparse].flatten()
         for side, x in ((0, k), (1, v)):
-            self.host.kv[slots // page, layer, :, side, slots % page] = x[plan.sparse].view(self.host.store_dtype)
+            new = x.view(-1, plan.new, *x.shape[1:])[sparse].flatten(0, 1)
+            self.host.kv[slots // page, layer, :, side, slots % page] = new.view(self.host.store_dtype)
         host_rows = self.host.rows.view(self.host.dtype)
         table = self.host.row_ids(layer, plan.sparse_host_pages.unsqueeze(1), self._heads.view(1, -1, 1))
         table = table.masked_fill(plan.sparse_host_pages.unsqueeze(1) == 0, 0)
         if plan.host_layout is None:
-            plan.host_layout = TableLayout(plan.seq_lens[plan.sparse], table.shape[-1], page, 1, q.dtype)
-        query = q[plan.sparse].unsqueeze(1)
-        out[plan.sparse] = self.ops.attend(
-            query, host_rows[:, 0], host_rows[:, 1], table, plan.host_layout, scale
-        ).squeeze(1)
+            plan.host_layout = TableLayout(plan.seq_lens[sparse], table.shape[-1], page, plan.new, q.dtype)
+        out[sparse] = self.ops.attend(q[sparse], host_rows[:, 0], host_rows[:, 1], table, plan.host_layout, scale)
         return out
 
     # -- state ----------------------------------------------------------------------------------------------------

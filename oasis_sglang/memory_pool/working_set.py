@@ -168,6 +168,12 @@ class WorkingSets:
         used = self.last_used[layer, rows]
         self.last_used[layer, rows] = used.scatter_(-1, slots, step)
 
+    def touch_page(self, rows: torch.Tensor, pages: torch.Tensor, step: int) -> None:
+        """Mark resident page `pages[i]` of row `rows[i]` as used at `step` in every layer and head."""
+        slot = self.slot_of[:, rows].gather(-1, pages.view(1, -1, 1, 1).expand(*self.slot_of[:, rows].shape[:3], 1))
+        used = self.last_used[:, rows]
+        self.last_used[:, rows] = used.scatter_(-1, slot.long(), step)
+
     def swap_in(
         self, layer: int, rows: torch.Tensor, wanted: torch.Tensor, tail: torch.Tensor, cap: int, step: int
     ) -> Misses:

@@ -54,14 +54,14 @@ inline float exp_of_negative(float x) {
 }
 
 struct Args {
-    int64_t sequences, kv_heads, group, head_dim;
+    int64_t sequences, queries, kv_heads, group, head_dim;
     int64_t columns;         // of host_pages
     int64_t budget, sink, recent, cap;
     int64_t sequence_pages;  // last dimension of slot_of
     int64_t set_pages;       // W, last dimension of page_of and last_used
     int64_t step;
     float scale;
-    const void *q;              // [sequences, kv_heads * group, head_dim]
+    const void *q;              // [sequences, queries, kv_heads * group, head_dim]
     const void *summaries;      // [pages * kv_heads, 2 * head_dim] largest, then smallest key
     const int64_t *host_pages;  // [sequences, columns]
     const int64_t *tail;        // [sequences] the page being written; pages before it are candidates
@@ -137,24 +137,25 @@ void dots(const BFloat16 *x, const BFloat16 *const *rows, int64_t width, float *
 
 #endif
 
-// Quest's bound of q.k over a page, softmaxed over pages, mean over the query heads of this KV head. The bound, the sum of
-// max(q high, q low) over dimensions, is q+ . high + q- . low.
+// Quest's bound of q.k over a page, softmaxed over pages, mean over the query heads of this KV head, and the largest of
+// that over the queries. The bound, the sum of max(q high, q low) over dimensions, is q+ . high + q- . low.
 template <typename T>
 void score(const Args &a, int64_t i, int64_t head, int64_t candidates, Scratch<T> &scratch) {
     std::vector<T> &split = scratch.split;
     std::vector<float> &bound = scratch.bound, &scores = scratch.scores;
-    const int64_t dim = a.head_dim, heads = a.kv_heads, width = 2 * dim;
-    split.resize(a.group * width);
-    const T *query = static_cast<const T *>(a.q) + (i * heads + head) * a.group * dim;
-    for (int64_t g = 0; g < a.group; ++g) {
+    const int64_t dim = a.head_dim, heads = a.kv_heads, width = 2 * dim, asking = a.queries * a.group;
+    split.resize(asking * width);
+    for (int64_t g = 0; g < asking; ++g) {
+        const int64_t at = (i * a.queries + g / a.group) * heads + head;
+        const T *query = static_cast<const T *>(a.q) + (at * a.group + g % a.group) * dim;
         for (int64_t d = 0; d < dim; ++d) {
-            const T x = query[g * dim + d];
+            const T x = query[d];
             split[g * width + d] = value(x) > 0 ? x : T{};
             split[g * width + dim + d] = value(x) < 0 ? x : T{};
         }
     }
     const int64_t stride = (candidates + LANES - 1) / LANES * LANES;
-    bound.resize(a.group * stride);
+    bound.resize(asking * stride);
     const T *summaries = static_cast<const T *>(a.summaries);
     const int64_t *pages = a.host_pages + i * a.columns;
     auto summary = [&](int64_t p) { return summaries + (pages[std::min(p, candidates - 1)] * heads + head) * width; };
@@ -166,23 +167,31 @@ void score(const Args &a, int64_t i, int64_t head, int64_t candidates, Scratch<T
             const auto *next = reinterpret_cast<const char *>(summary(p + j + PREFETCH));
             for (size_t byte = 0; byte < width * sizeof(T); byte += 64) __builtin_prefetch(next + byte);
         }
-        for (int64_t g = 0; g < a.group; ++g) dots(split.data() + g * width, rows, width, &bound[g * stride + p]);
+        for (int64_t g = 0; g < asking; ++g) dots(split.data() + g * width, rows, width, &bound[g * stride + p]);
     }
     scores.assign(candidates, 0.0f);
-    for (int64_t g = 0; g < a.group; ++g) {
-        float *b = bound.data() + g * stride;
-        // Lane by lane, because compilers do not vectorise the maximum of a whole row where there may be NaNs.
-        float tops[LANES];
-        std::copy_n(b, LANES, tops);
-        for (int64_t p = LANES; p < stride; p += LANES) {
-            for (int64_t l = 0; l < LANES; ++l) tops[l] = b[p + l] > tops[l] ? b[p + l] : tops[l];
+    for (int64_t query = 0; query < a.queries; ++query) {
+        float *sum = bound.data() + query * a.group * stride;  // the first head's row becomes the sum of all
+        for (int64_t g = 0; g < a.group; ++g) {
+            float *b = sum + g * stride;
+            // Lane by lane, because compilers do not vectorise the maximum of a whole row where there may be NaNs.
+            float tops[LANES];
+            std::copy_n(b, LANES, tops);
+            for (int64_t p = LANES; p < stride; p += LANES) {
+                for (int64_t l = 0; l < LANES; ++l) tops[l] = b[p + l] > tops[l] ? b[p + l] : tops[l];
+            }
+            const float top = *std::max_element(tops, tops + LANES);
+            float total = 0;
+            for (int64_t p = 0; p < candidates; ++p) b[p] = exp_of_negative((b[p] - top) * a.scale);
+            for (int64_t p = 0; p < candidates; ++p) total += b[p];
+            const float share = 1.0f / (total * static_cast<float>(a.group));
+            if (g == 0) {
+                for (int64_t p = 0; p < candidates; ++p) b[p] *= share;
+            } else {
+                for (int64_t p = 0; p < candidates; ++p) sum[p] += b[p] * share;
+            }
         }
-        const float top = *std::max_element(tops, tops + LANES);
-        float total = 0;
-        for (int64_t p = 0; p < candidates; ++p) b[p] = exp_of_negative((b[p] - top) * a.scale);
-        for (int64_t p = 0; p < candidates; ++p) total += b[p];
-        const float share = 1.0f / (total * static_cast<float>(a.group));
-        for (int64_t p = 0; p < candidates; ++p) scores[p] += b[p] * share;
+        for (int64_t p = 0; p < candidates; ++p) scores[p] = sum[p] > scores[p] ? sum[p] : scores[p];
     }
 }
 

@@ -45,6 +45,7 @@ def apply(server_args: Any) -> None:
         return  # the user named another device: its absence is SGLang's to report
     _backends(server_args)
     _scheduling(server_args)
+    _compilation(server_args)
     _kv_pool(server_args)
     set_thread_count(server_args)
 
@@ -68,6 +69,13 @@ def _scheduling(server_args: Any) -> None:
     for phase in (Phase.DECODE, Phase.PREFILL):
         if (phase, "backend") not in locked:
             server_args.cuda_graph_config = with_phase(server_args.cuda_graph_config, phase, backend=Backend.DISABLED)
+
+
+def _compilation(server_args: Any) -> None:
+    # SGLang's speculation compiles a few small functions through torch, which takes ten seconds of the first request, a
+    # C++ compiler, and gains nothing here. Read when torch is imported, so in time for the children.
+    if not server_args.enable_torch_compile:
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 
 def _kv_pool(server_args: Any) -> None:

@@ -10,7 +10,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from oasis_sglang.platform import defaults, host
+from oasis_sglang.platform import defaults, host, spec_ops
+
+SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 
 
 class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -49,6 +51,12 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
 
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in SPECULATIVE_ALGORITHMS
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        return spec_ops.cache_locs
+
     def init_backend(self) -> None:
         """Runs when a worker imports its model runner."""
         # A worker started without the launcher's environment (an embedded engine, a test) still gets a sane count.
@@ -59,6 +67,7 @@ class OasisCpuPlatform(CpuDeviceMixin, SRTPlatform):
             from oasis_sglang.platform import native_ops
 
             native_ops.register(self.get_dispatch_key_name())
+        spec_ops.fill_missing()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Runs once per model, target and draft, when its weights are in place."""

@@ -139,7 +139,7 @@ def test_a_prefix_that_was_freed_is_not_read(rank: Rank) -> None:
         driver.extend({index: 20})
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.MIXED, ForwardMode.TARGET_VERIFY])
+@pytest.mark.parametrize("mode", [ForwardMode.MIXED])
 def test_modes_that_are_not_served(rank: Rank, mode: ForwardMode) -> None:
     """Contract 10: a forward mode that nothing was built for is an error, never dense by accident."""
     driver = Driver(rank)

@@ -41,11 +41,13 @@ def configurator(config: OasisConfig | None, draft: bool) -> Any:
 
 def test_a_draft_worker_gets_no_tier() -> None:
     """C32, contract 8: the draft's runner shares the process; it must not allocate a second host pool or take the
-    target's capacity for its own."""
+    target's capacity for its own. Its KV is whole and on the device."""
+    from oasis_sglang.memory_pool.draft_pool import OasisDraftPool
+
     coordinator.stop()
     draft, stock = configurator(CONFIG, draft=True), object()
     assert plugin._resolve_memory_pool_config(lambda *_: stock, draft, 0) is stock
-    assert plugin._resolve_kv_pool_class(lambda *_, **__: dict, draft, kind="mha", default=list) is dict
+    assert plugin._resolve_kv_pool_class(lambda *_, **__: dict, draft, kind="mha", default=list) is OasisDraftPool
     assert coordinator.active() is None
     with pytest.raises(RuntimeError, match="before its size was planned"):
         coordinator.take_setup()
@@ -61,7 +63,7 @@ def test_the_pool_class_is_ours_for_plain_attention_only() -> None:
     resolve = KVCacheConfigurator._resolve_kv_pool_class
     asked = configurator(CONFIG, draft=False)
     assert resolve(asked, kind="mha", default=MHATokenToKVPool) is OasisKVPool
-    for other, kind in ((asked, "mla"), (configurator(None, draft=False), "mha"), (configurator(CONFIG, True), "mha")):
+    for other, kind in ((asked, "mla"), (configurator(None, draft=False), "mha"), (configurator(None, True), "mha")):
         stock = plugin._resolve_kv_pool_class(lambda *_, **__: dict, other, kind=kind, default=list)
         assert stock is dict
 

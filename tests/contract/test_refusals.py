@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,13 +17,13 @@ import pytest
 import torch
 
 from oasis_sglang import arguments, validate
-from oasis_sglang.config import ConfigError
+from oasis_sglang.config import ConfigError, OasisConfig
 from oasis_sglang.validate import REFUSALS, Refusal
 from tests.contract import models
 
 # For fields whose refused value cannot be told from their type or choices.
 VALUES: dict[str, str] = {
-    "speculative_algorithm": "EAGLE3",
+    "speculative_algorithm": "NGRAM",
     "lora_paths": "name=/adapter",
     "disaggregation_mode": "prefill",
     "dllm_algorithm": "LowConfidence",
@@ -77,6 +78,48 @@ def test_every_flag_of_the_table(refusal: Refusal, actions: dict[str, argparse.A
     known = {option for a in actions.values() for option in a.option_strings}
     for named in re.findall(r"--[a-z-]+", message):
         assert named in known, f"{named} is no flag of SGLang"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--oasis-config", '{"probe": true}'],
+            "probe=True in --oasis-config needs drafts: give --spec",
+        ),
+        (["--oasis-config", '{"predictor": "draft"}'], "predictor=draft in --oasis-config needs drafts"),
+    ],
+)
+def test_what_needs_speculation(flags: list[str], message: str, resolve: Resolve) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(models.ACCEPTED["Llama"], *flags)
+
+
+@pytest.mark.parametrize(("steps", "page", "most"), [(8, 16, 7), (0, 16, 7), (16, 32, 15)])
+def test_chains_that_do_not_fit_a_page(steps: int, page: int, most: int) -> None:
+    """The window of one chain and the next must not reach over two page boundaries."""
+    args = SimpleNamespace(
+        speculative_algorithm="EAGLE3", speculative_num_steps=steps, speculative_num_draft_tokens=steps + 1
+    )
+    with pytest.raises(
+        ConfigError, match=rf"num-steps={steps}\) does not work .*: use 1 to {most} steps"
+    ):
+        validate.check_speculation(args, OasisConfig(page_size=page))
+    args.speculative_num_draft_tokens = most + 1
+    validate.check_speculation(args, OasisConfig(page_size=page))
+
+
+def test_drafts_are_a_chain_where_nothing_was_said() -> None:
+    """SGLang picks trees for some models; what the user gave stays."""
+    for given, expected in (
+        ({}, (3, 1, 4)),
+        ({"speculative_num_steps": 5}, (5, 1, 6)),
+        ({"speculative_num_draft_tokens": 3}, (2, 1, 3)),
+    ):
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        args = SimpleNamespace(**(dict.fromkeys(names) | given))
+        arguments._default_chain(args)
+        assert tuple(getattr(args, name) for name in names) == expected
 
 
 def test_the_table_names_fields_and_their_defaults() -> None:

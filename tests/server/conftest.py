@@ -38,6 +38,8 @@ SMALL_POOLS = (
     *oasis_flags({"token_budget": 128, "host_to_device_ratio": 1.5}, 1408),
     *FP32, "--context-length", "2048", "--chunked-prefill-size", "64",
 )  # fmt: skip
+# A draft that is the target itself: every draft is right.
+SELF_DRAFT = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path")
 # As a file for `--config`: no radix cache, and more requests admitted than the host pool can hold to their end.
 NO_RADIX: dict[str, Any] = {
     "kv-backend": "oasis",
@@ -54,7 +56,7 @@ ServerFactory = Callable[..., contextlib.AbstractContextManager[Server]]
 DenseOutputs = Callable[..., list[Answer]]
 
 # In the order in which their servers run; a test belongs to the first that it asks for.
-SERVER_FIXTURES = ("dense_outputs", "oasis_server", "within_budget", "small_pools", "no_radix", "truth")
+SERVER_FIXTURES = ("dense_outputs", "oasis_server", "within_budget", "small_pools", "no_radix", "self_draft", "truth")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -88,8 +90,14 @@ class _OneAtATime:
         self.asked: tuple[Any, ...] = ()
         self.current: Server | None = None
 
-    def server(self, args: Sequence[str], env: Mapping[str, str] | None, kind: type[Server] = Server) -> Server:
-        return kind(self.model_path, args, env=env)
+    def server(
+        self,
+        args: Sequence[str],
+        env: Mapping[str, str] | None,
+        kind: type[Server] = Server,
+        model_path: str | None = None,
+    ) -> Server:
+        return kind(model_path or self.model_path, args, env=env)
 
     def get(self, args: Sequence[str], env: Mapping[str, str] | None = None, kind: type[Server] = Server) -> Server:
         """The running server if it was started like this, else one that is."""
@@ -135,9 +143,11 @@ def server_factory(_servers: _OneAtATime) -> ServerFactory:
     """`with server_factory(args, env) as server:` starts a server of its own; the shared one is stopped before."""
 
     @contextlib.contextmanager
-    def start(args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    def start(
+        args: Sequence[str] = (), env: Mapping[str, str] | None = None, model_path: str | None = None
+    ) -> Iterator[Server]:
         _servers.stop()
-        with _servers.server(args, env) as server:
+        with _servers.server(args, env, model_path=model_path) as server:
             yield server
 
     return start
@@ -175,6 +185,12 @@ def within_budget(truth: Truth, _servers: _OneAtATime) -> Iterator[Server]:
 def small_pools(truth: Truth, _servers: _OneAtATime) -> Iterator[Server]:
     """A server in fp32 whose requests outgrow their budget and are retracted all the time."""
     yield from _ready(_servers.get(SMALL_POOLS, RETRACTIONS))
+
+
+@pytest.fixture
+def self_draft(truth: Truth, _servers: _OneAtATime, model_path: str) -> Iterator[Server]:
+    """A server in fp32 with the default settings whose draft is the target."""
+    yield from _ready(_servers.get([*WITHIN_BUDGET, *SELF_DRAFT, model_path]))
 
 
 @pytest.fixture(scope="session")

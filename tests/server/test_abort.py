@@ -103,7 +103,7 @@ def test_abort_everything(client: Client, truth: Truth) -> None:
 
 def test_abort_of_retracted_requests(client: Client, truth: Truth) -> None:
     """C6: requests that were retracted hold nothing and wait; aborted there, again and again, they leave nothing."""
-    for turn in range(5):
+    for turn in range(34):  # three requests each: a hundred in all
         waiting = [Background(client, truth.prompts[at], LONG, rid=f"retracted-{turn}-{at}") for at in (8, 9, 10)]
         for request in waiting:
             request.wait_for_tokens(1)

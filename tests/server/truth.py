@@ -29,6 +29,8 @@ class Truth:
     natural: Answer  # to `question`, ending where the model ends it
     question: Prompt
     logprobs: list[dict[str, Any]]  # `/generate` with LOGPROB_FIELDS, of LOGPROB_PROMPTS
+    # Per short prompt and token of its answer: whether dense says it too when it never saw the prompt's first token.
+    without_first: list[list[bool]]
     second_turn: Prompt  # prompts[16], its answer, and what the user says next
     second_answer: Answer
     long: Prompt
@@ -60,6 +62,8 @@ def gather(client: Client, documents: Documents) -> Truth:
     client.flush_cache()
     logprobs = [client.generate(prompts[at], greedy(16, ignore_eos=True), **LOGPROB_FIELDS) for at in LOGPROB_PROMPTS]
     client.flush_cache()
+    without_first = [_agreement(client, prompts[at], answers[at].output_ids) for at in SHORT]
+    client.flush_cache()
     second_turn = [*prompts[16], *answers[16].output_ids, *documents.text(50, 40)]
     second_answer = client.stream(second_turn, greedy(32, ignore_eos=True))
     long = documents.text(60, 1600)
@@ -72,6 +76,7 @@ def gather(client: Client, documents: Documents) -> Truth:
         natural=natural,
         question=question,
         logprobs=logprobs,
+        without_first=without_first,
         second_turn=second_turn,
         second_answer=second_answer,
         long=long,
@@ -81,6 +86,13 @@ def gather(client: Client, documents: Documents) -> Truth:
         info=client.server_info(),
         metrics=metrics(client),
     )
+
+
+def _agreement(client: Client, prompt: Prompt, output: list[int]) -> list[bool]:
+    fields = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
+    meta = client.generate([*prompt, *output][1:], greedy(1), **fields)["meta_info"]
+    best = [row[0][1] if row else None for row in meta["input_top_logprobs"]]
+    return [token == said for token, said in zip(output, best[len(prompt) - 1 :], strict=True)]
 
 
 def assert_same(prompts: Sequence[Prompt], ours: Sequence[Answer], dense: Sequence[Answer]) -> None:

@@ -35,6 +35,8 @@ class Harness:
         context_len: int = 512,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        chain: int = 1,
+        probe: bool = False,
     ) -> None:
         self.config = config.validate()
         page = config.page_size
@@ -59,6 +61,8 @@ class Harness:
             rows=rows,
             context_len=context_len,
             ops=create_cpu_ops(),
+            chain=chain,
+            probe=probe,
         )
         self.tier.host.kv[1:].fill_(torch.nan)
         self.tier.summaries.table[:, kv_heads:].fill_(torch.nan)
@@ -116,6 +120,26 @@ class Harness:
             outputs.append(self.tier.decode(plan, layer, q, k, v, self.scale))
         self.tier.finish_decode(plan)
         return queries, outputs
+
+    def verify(self, sequences: list[Sequence], accepted: list[int]) -> list[tuple[torch.Tensor, ...]]:
+        """One step over a chain of drafts of which `accepted` are kept; per layer q, k, v and outputs `[n, t, ...]`."""
+        n, t = len(sequences), self.tier.chain
+        slots = torch.cat([self._grow(s, t) for s in sequences])
+        longest = max(len(s.pages) for s in sequences)
+        table = torch.tensor([s.pages + [0] * (longest - len(s.pages)) for s in sequences])
+        rows = torch.tensor([s.attempt.row for s in sequences])
+        plan = self.tier.plan_decode(rows, torch.tensor([s.tokens + t for s in sequences]), slots, table, t)
+        seen = []
+        for layer in range(self.geometry.layers):
+            q = self.noise(n * t, self.query_heads, self.geometry.head_dim)
+            k = self.noise(n * t, self.geometry.kv_heads, self.geometry.head_dim)
+            v = self.noise(n * t, self.geometry.kv_heads, self.geometry.head_dim)
+            out = self.tier.decode(plan, layer, q, k, v, self.scale)
+            seen.append(tuple(x.view(n, t, *x.shape[1:]) for x in (q, k, v, out)))
+        self.tier.finish_decode(plan, torch.tensor(accepted))
+        for s, kept in zip(sequences, accepted, strict=True):
+            s.tokens += kept
+        return seen
 
     def drop(self, sequence: Sequence) -> None:
         """The request leaves: its device pages and slots are free for others."""

@@ -24,22 +24,32 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
     return torch.einsum("hn,hnd->hd", weight, values)
 
 
-def top_pages(q: torch.Tensor, k: torch.Tensor, tokens: int, config: OasisConfig, scale: float) -> list[list[int]]:
-    """Pages each KV head attends to besides the tail: all candidates, or the best `budget_pages` by Quest's bound."""
+def top_pages(
+    queries: torch.Tensor, k: torch.Tensor, tokens: int, config: OasisConfig, scale: float
+) -> list[list[int]]:
+    """Pages each KV head attends to besides the tail: all candidates, or the best `budget_pages` by Quest's bound.
+
+    Args:
+        queries: `[t, Hq, D]`, or `[Hq, D]` for one; a page counts for the query that wants it most.
+    """
+    queries = queries.view(-1, *queries.shape[-2:])
     page = config.page_size
     candidates = (tokens - 1) // page
     heads = k.shape[1]
-    group = q.shape[0] // heads
+    group = queries.shape[1] // heads
     if candidates <= config.budget_pages or tokens < config.min_sparse_len:
         return [list(range(candidates))] * heads
     chosen = []
     for head in range(heads):
+        block = k[: candidates * page, head].view(candidates, page, -1)
+        high, low = block.max(1).values, block.min(1).values
         weight = torch.zeros(candidates, dtype=torch.float64)
-        for j in range(head * group, (head + 1) * group):
-            block = k[: candidates * page, head].view(candidates, page, -1)
-            high, low = block.max(1).values, block.min(1).values
-            bound = torch.maximum(q[j] * high, q[j] * low).sum(-1) * scale
-            weight += torch.softmax(bound, 0) / group
+        for q in queries:
+            own = torch.zeros(candidates, dtype=torch.float64)
+            for j in range(head * group, (head + 1) * group):
+                bound = torch.maximum(q[j] * high, q[j] * low).sum(-1) * scale
+                own += torch.softmax(bound, 0) / group
+            weight = torch.maximum(weight, own)
         forced = [p for p in range(candidates) if p < config.sink_pages or p >= candidates - config.recent_pages]
         weight[forced] = torch.inf
         chosen.append(sorted(weight.topk(config.budget_pages).indices.tolist()))

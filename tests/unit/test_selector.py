@@ -53,7 +53,7 @@ def refresh(kind: str, harness: Harness, sequences: list[Sequence], q: torch.Ten
     longest = max(len(s.pages) for s in sequences)
     return create(kind, harness).refresh(
         0,
-        q,
+        q.view(len(sequences), -1, harness.query_heads, harness.geometry.head_dim),
         torch.tensor([s.attempt.row for s in sequences]),
         torch.tensor([(s.tokens - 1) // harness.config.page_size for s in sequences]),
         torch.tensor([s.pages + [0] * (longest - len(s.pages)) for s in sequences]),
@@ -90,15 +90,16 @@ def test_the_best_pages_by_quests_bound(kind: str, data: st.DataObject) -> None:
     summaries, heads = harness.tier.summaries, harness.geometry.kv_heads
     if data.draw(st.booleans(), "ties"):  # every page says the same
         summaries.table[0] = summaries.table[0, summaries.row_ids(torch.tensor(sequences[0].pages[:1]))[0, 0]]
-    q = harness.noise(len(sequences), harness.query_heads, dim)
+    queries = data.draw(st.integers(1, 4), "queries")
+    q = harness.noise(len(sequences), queries, harness.query_heads, dim)
     chosen = refresh(kind, harness, sequences, q).attended
     for i, s in enumerate(sequences):
         candidates = (s.tokens - 1) // 16
         table = summaries.table[0, summaries.row_ids(torch.tensor(s.pages[:candidates]))].double()
         high, low = table.transpose(0, 1).split(dim, -1)  # [heads, candidates, dim]
-        ask = q[i].double().view(heads, -1, 1, dim)
+        ask = q[i].double().view(queries, heads, -1, 1, dim)
         bound = torch.maximum(ask * high[:, None], ask * low[:, None]).sum(-1) * harness.scale
-        scores = torch.softmax(bound, -1).mean(1)
+        scores = torch.softmax(bound, -1).mean(2).amax(0)
         for head in range(heads):
             taken = chosen[i, head].tolist()
             check_pages(taken, budget, candidates)
