@@ -14,9 +14,12 @@ from benchmarks.lookahead_capture import Capture, Target
 from benchmarks.lookahead_drafts import NgramDraft, RandomDraft
 from benchmarks.lookahead_measure import ORACLE, Tables, measure
 from benchmarks.lookahead_simulation import PageScorer, Residency, agreement, merge, page_mass, select, simulate
+from oasis_sglang.attention import selector as selector_module
 from oasis_sglang.attention.selector import TorchSelector
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool import tier as tier_module
 from oasis_sglang.memory_pool.working_set import NONE
+from oasis_sglang.speculative.lookahead import select_pages
 from tests.unit.harness import Harness
 
 PAGE = 4
@@ -374,41 +377,47 @@ def test_a_text_can_be_followed(tiny: str) -> None:
 
 @pytest.mark.parametrize("predictor", ["previous", "none"])
 @pytest.mark.parametrize(("slack", "fetch"), [(0.0, 0.25), (0.5, 0.25), (0.5, 1.0)])
-def test_residency_is_that_of_the_tier(slack: float, fetch: float, predictor: str) -> None:
-    """The pages a real tier chooses step by step, for the same queries and keys."""
+def test_residency_is_that_of_the_tier(
+    slack: float, fetch: float, predictor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages that a real tier chooses step by step, for the same scores."""
     config = OasisConfig(
         token_budget=64, page_size=16, slack_ratio=slack, fetch_ratio=fetch, miss_policy="skip", predictor=predictor
     )
+    scored: list[torch.Tensor] = []  # one per layer and choice
+
+    def record(scores: torch.Tensor, candidates: torch.Tensor, config: OasisConfig) -> torch.Tensor:
+        scored.append(scores[0])
+        return select_pages(scores, candidates, config)
+
+    monkeypatch.setattr(tier_module, "select_pages", record)
+    monkeypatch.setattr(selector_module, "select_pages", record)
     prompt, steps = 200, 40
     harness = Harness(config, seed=3)
-    tier = harness.tier
+    tier, layers = harness.tier, harness.geometry.layers
     # the compiled one lists pages in another order, and ties among the least recently used fall differently
     tier.selector = TorchSelector(config, tier.ops, tier.summaries, tier.sets)
     sequence = harness.admit(prompt + steps)
     assert sequence is not None
-    queries = [torch.stack([q[-1] for q in harness.extend(sequence, prompt)[0]])]  # each [L, Hq, D]
+    harness.extend(sequence, prompt)
     chosen = [tier._chosen[:, sequence.attempt.row].long()]
     for _ in range(steps):
-        queries.append(torch.stack([q[0] for q in harness.decode([sequence])[0]]))
+        harness.decode([sequence])
         chosen.append(tier._chosen[:, sequence.attempt.row].long())
-
-    layers = harness.geometry.layers
-    pages = torch.tensor(sequence.pages)
-    keys = torch.stack([tier.host.read_sequence(layer, pages, sequence.tokens)[0] for layer in range(layers)])
-    scorer = PageScorer(keys, 16, harness.scale)
     columns = len(sequence.pages)
-
-    def score(step: int) -> torch.Tensor:
-        scores = scorer.score(queries[step], (prompt + step - 1) // 16)
-        return torch.nn.functional.pad(scores, (0, columns - scores.shape[-1]), value=-torch.inf)
+    scores = [
+        torch.stack([torch.nn.functional.pad(x, (0, columns - x.shape[-1]), value=-torch.inf) for x in part])
+        for part in zip(*[iter(scored)] * layers, strict=True)
+    ]
 
     residency = Residency(config, layers, harness.geometry.kv_heads, columns)
-    residency.settle(score(0), (prompt - 1) // 16)
+    residency.settle(scores[0], (prompt - 1) // 16)
     assert torch.equal(residency.chosen, chosen[0])
     for step in range(1, steps + 1):
-        residency.recall(prompt + step - 1)
+        position = prompt + step - 1
+        residency.recall(position)
         if predictor == "previous":
-            scores, position = score(step), prompt + step - 1
-            residency.refresh(scores, select(scores.unsqueeze(0), [position], config)[0], position)
+            wanted = select(scores[step].unsqueeze(0), [position], config)[0]
+            residency.refresh(scores[step], wanted, position)
         assert torch.equal(residency.chosen, chosen[step])
     assert residency.fetched == tier.stats.missed - tier.stats.dropped
