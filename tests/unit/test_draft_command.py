@@ -50,6 +50,7 @@ def test_from_prompts_to_a_folder(tmp_path: Path, model_folder: Path, capsys: py
     assert 1.0 <= training["accept_length"] <= 4.0
     assert training["command"].startswith("oasis train-draft --model-path tiny-target --output draft")
     assert str(tmp_path) not in json.dumps(training)
+    assert training["command"] in (folder / "README.md").read_text()
 
     # Once more, stopped again and again: the same corpus, the same weights.
     weights = load_file(folder / "model.safetensors")

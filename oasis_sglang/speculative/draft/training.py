@@ -29,10 +29,10 @@ class Settings:
 
     seed: int = 0
     draft_vocab: int = 4096
-    epochs: int = 4
+    epochs: int = 5
     rows: int = 12  # sequences per optimizer step
     unroll: int = 3  # drafted steps per position
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     warmup: float = 0.05  # share of all steps
     optimizer: str = "muon"
 
