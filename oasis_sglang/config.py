@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 MissPolicy = Literal["wait", "skip"]
+SummaryName = Literal["sketch", "minmax"]
 PredictorName = Literal["previous", "draft", "none"]
 TransferName = Literal["inline"]
 
@@ -35,6 +36,9 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         predictor: where `skip` takes the query that chooses the next step's pages from: `draft` (every token of the
             chain of drafts that is verified), `previous` (the last token accepted) or `none` (never refresh; for
             ablations). `draft` without speculation is `previous`.
+        summary: what the device keeps of every page's keys to choose by: `sketch` (each key in 4 bits a dimension: an
+            eighth of the bytes of 16-bit KV, and nearly the choice of the keys themselves) or `minmax` (largest and
+            smallest key of a page, Quest: half the bytes).
         probe: with speculation, never accept a draft: it only looks ahead, as in the OasisKV paper.
         dense_layers: the first layers that attend to the whole sequence, read from the host pool.
         min_sparse_len: sequences shorter than this stay dense whatever the budget.
@@ -55,6 +59,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     predictor: PredictorName = "previous"
     dense_layers: int = 0
     min_sparse_len: int = 0
+    summary: SummaryName = "sketch"
     probe: bool = False
     debug_attention_mass: bool = False
     prefetch_workers: int = 0

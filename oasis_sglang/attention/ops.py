@@ -113,6 +113,29 @@ class AttentionOps(Protocol):
             `[n, H, N]` float32.
         """
 
+    def score_sketches(
+        self,
+        q: torch.Tensor,
+        sketches: torch.Tensor,
+        rows: torch.Tensor,
+        pages: torch.Tensor,
+        scale: float,
+        page_size: int,
+    ) -> torch.Tensor:
+        """How much each page may matter to a query: the largest q.k of its tokens as their 4-bit codes tell it,
+        softmaxed over pages, mean over the query heads of a KV head. The query is rounded to 8 bits first, so that
+        products are exact integers and every implementation gets the same.
+
+        Args:
+            q: `[n, Hq, d]` the dimensions that sketches keep.
+            sketches: `[R, bytes]` uint8, see `sketch.py`.
+            rows: `[n, H, N]` int64 rows of `sketches`.
+            pages: `[n]` columns that count; the others score -inf.
+
+        Returns:
+            `[n, H, N]` float32.
+        """
+
     def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float) -> torch.Tensor:
         """Causal attention of one sequence's new tokens over prefix and new tokens.
 

@@ -9,6 +9,7 @@ import torch
 
 from oasis_sglang.attention.ops import AttentionOps
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
 from oasis_sglang.native.build import load_library
@@ -21,7 +22,7 @@ class Selection(NamedTuple):
     The maps of the working sets already say that the misses are there; whoever attends loads them first.
     """
 
-    attended: torch.Tensor  # [n, H, K] int64 logical pages, all of them in the maps
+    attended: torch.Tensor  # [n, H, K] int64 logical pages, all of them in the maps, the least wanted last
     miss_host: torch.Tensor  # [m] int64 host pages
     miss_head: torch.Tensor  # [m] int64
     miss_device: torch.Tensor  # [m] int64 physical pages
@@ -55,7 +56,9 @@ class PageSelector(Protocol):
 class TorchSelector:
     """In torch operations, for any device torch runs on; the oracle of the compiled one."""
 
-    def __init__(self, config: OasisConfig, ops: AttentionOps, summaries: KeySummaries, sets: WorkingSets) -> None:
+    def __init__(
+        self, config: OasisConfig, ops: AttentionOps, summaries: KeySummaries | KeySketches, sets: WorkingSets
+    ) -> None:
         self.config, self.ops, self.summaries, self.sets = config, ops, summaries, sets
 
     def refresh(
@@ -73,8 +76,7 @@ class TorchSelector:
         config, sets = self.config, self.sets
         columns = int(tail.max())
         summary_rows = self.summaries.row_ids(host_pages[:, :columns]).transpose(1, 2)
-        table_of_layer = self.summaries.table[layer]
-        each = [self.ops.score_pages(x, table_of_layer, summary_rows, tail, scale) for x in q.unbind(1)]
+        each = [self.summaries.score(self.ops, layer, x, summary_rows, tail, scale) for x in q.unbind(1)]
         scores = torch.stack(each).amax(0)
         wanted = select_pages(scores, tail, config)
         misses = sets.swap_in(layer, rows, wanted, tail, config.fetch_cap_pages, step)
@@ -103,6 +105,8 @@ class _Args(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("sequences", "queries", "kv_heads", "group", "head_dim", "columns")),
         *((name, _INT) for name in ("budget", "sink", "recent", "cap", "sequence_pages", "set_pages", "step")),
+        *((name, _INT) for name in ("page_size", "sketch")),
+        ("sketch_dims", _POINTER),
         ("scale", ctypes.c_float),
         *((name, _POINTER) for name in ("q", "summaries", "host_pages", "tail", "rows", "owned")),
         *((name, _POINTER) for name in ("slot_of", "page_of", "last_used")),
@@ -117,7 +121,9 @@ class NativeSelector:
 
     DTYPES: ClassVar = {torch.float32: 0, torch.bfloat16: 1}
 
-    def __init__(self, config: OasisConfig, library: ctypes.CDLL, summaries: KeySummaries, sets: WorkingSets) -> None:
+    def __init__(
+        self, config: OasisConfig, library: ctypes.CDLL, summaries: KeySummaries | KeySketches, sets: WorkingSets
+    ) -> None:
         self._library, self._summaries, self._sets = library, summaries, sets
         self._budget = config.budget_pages
         geometry = summaries.geometry
@@ -133,6 +139,9 @@ class NativeSelector:
             cap=config.fetch_cap_pages,
             sequence_pages=sets.sequence_pages,
             set_pages=sets.set_pages,
+            page_size=geometry.page_size,
+            sketch=summaries.dims.numel() if isinstance(summaries, KeySketches) else 0,
+            sketch_dims=summaries.dims.data_ptr() if isinstance(summaries, KeySketches) else None,
             owned=sets.pages.data_ptr(),
             miss_host=self._misses[0].data_ptr(),
             miss_head=self._misses[1].data_ptr(),
@@ -171,9 +180,15 @@ class NativeSelector:
         return Selection(attended, host, head, device, missed)
 
 
-def create_selector(config: OasisConfig, ops: AttentionOps, summaries: KeySummaries, sets: WorkingSets) -> PageSelector:
+def create_selector(
+    config: OasisConfig,
+    ops: AttentionOps,
+    summaries: KeySummaries | KeySketches,
+    sets: WorkingSets,
+    dtype: torch.dtype,
+) -> PageSelector:
     """The compiled selector where it can run, else the torch one."""
-    on_host = summaries.table.device.type == "cpu" and summaries.table.dtype in NativeSelector.DTYPES
+    on_host = summaries.table.device.type == "cpu" and dtype in NativeSelector.DTYPES
     library = load_library() if on_host else None
     if library is None:
         return TorchSelector(config, ops, summaries, sets)

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from oasis_sglang.attention.ops import TableLayout
+from oasis_sglang.memory_pool import sketch
 
 
 class TorchOps:
@@ -86,10 +87,28 @@ class TorchOps:
         split = torch.cat((q.clamp_min(0), q.clamp_max(0)), dim=-1).view(n * heads, query_heads // heads, 2 * dim)
         # float32: rounded to bfloat16, bounds around 10 would differ by less than they are rounded by
         score = torch.bmm(split.float(), bounds.transpose(1, 2).float()).view(n, heads, -1, columns) * scale
-        beyond = torch.arange(columns, device=q.device) >= pages.view(-1, 1)
-        score.masked_fill_(beyond.view(n, 1, 1, columns), -torch.inf)
-        weight = score.softmax(-1).mean(2)
-        return weight.masked_fill_(beyond.unsqueeze(1), -torch.inf)
+        return _share(score, pages)
+
+    def score_sketches(
+        self,
+        q: torch.Tensor,
+        sketches: torch.Tensor,
+        rows: torch.Tensor,
+        pages: torch.Tensor,
+        scale: float,
+        page_size: int,
+    ) -> torch.Tensor:
+        n, query_heads, dim = q.shape
+        heads, columns = rows.shape[1:]
+        codes, units = sketch.decode(sketches[rows], dim)  # [n, H, N, tokens, d], [n, H, N, tokens]
+        query = q.float().view(n, heads, query_heads // heads, dim)
+        unit = query.abs().amax(-1, keepdim=True) / 127
+        rounded = torch.where(unit > 0, query / unit, 0).round().clamp(-127, 127)
+        products = torch.einsum("hgd,hxd->hgx", rounded.flatten(0, 1), codes.flatten(2, 3).flatten(0, 1))
+        logits = (
+            products.view(n, heads, -1, columns, codes.shape[3]) * (unit * scale).unsqueeze(-1) * units.unsqueeze(2)
+        )
+        return _share(logits[..., :page_size].amax(-1), pages)
 
     def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float) -> torch.Tensor:
         # float32: without matrix units for 16-bit types a CPU computes it half as fast again, and more exactly.
@@ -106,6 +125,15 @@ class TorchOps:
             share = torch.sigmoid(before_lse.reshape(lse.shape) - lse).unsqueeze(-1)
             out = torch.lerp(out, before.reshape(out.shape), share)
         return out.transpose(0, 1).to(q.dtype)
+
+
+def _share(score: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Page scores `[n, H, G, N]`, of which the first `pages` `[n]` count, softmaxed, mean over G; -inf beyond."""
+    n, columns = score.shape[0], score.shape[-1]
+    beyond = torch.arange(columns, device=score.device) >= pages.view(-1, 1)
+    score.masked_fill_(beyond.view(n, 1, 1, columns), -torch.inf)
+    weight = score.softmax(-1).mean(2)
+    return weight.masked_fill_(beyond.unsqueeze(1), -torch.inf)
 
 
 def _flash(

@@ -8,10 +8,28 @@ from oasis_sglang import validate
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.coordinator import Setup
 from oasis_sglang.memory_pool.sizing import PoolGeometry, plan_pools
+from oasis_sglang.memory_pool.sketch import every_dim, slow_half
 from oasis_sglang.platform import defaults, host
 
 # Most requests on the device where --max-running-requests is not given: bounds the maps, which grow with it.
 DEFAULT_ROWS = 256
+
+
+# Models that rotate whole heads, dimension i with dimension i + half ("neox style"): their sketches need only the half
+# that turns slowly. For any other model a sketch keeps every dimension, in twice the bytes.
+WHOLE_ROTARY = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM"),
+    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"),
+}
+
+
+def sketch_dims(model: Any) -> tuple[int, ...]:
+    """Dimensions of a key that sketches keep, for SGLang's `ModelConfig`."""
+    architectures = set(getattr(model.hf_config, "architectures", None) or ())
+    partial = getattr(model.hf_text_config, "partial_rotary_factor", None)
+    if architectures <= WHOLE_ROTARY and architectures and partial in (None, 1, 1.0) and model.head_dim % 16 == 0:
+        return slow_half(model.head_dim)
+    return every_dim(model.head_dim)
 
 
 def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
@@ -35,6 +53,7 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         head_dim=model.head_dim,
         itemsize=configurator.kv_cache_dtype.itemsize,
         page_size=config.page_size,
+        sketch=sketch_dims(model) if config.summary == "sketch" else (),
     )
     chain = int(resolving_view(server_args).speculative_num_draft_tokens or 1)
     chain = chain if server_args.speculative_algorithm else 1

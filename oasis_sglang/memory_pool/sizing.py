@@ -19,13 +19,15 @@ SPARE_PAGES = 2
 
 
 class PoolGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of one rank's KV. `itemsize` in bytes."""
+    """Shape of one rank's KV. `itemsize` in bytes; `sketch` are the dimensions of a key that its sketch keeps, none
+    where key summaries are the largest and smallest key of a page."""
 
     layers: int
     kv_heads: int
     head_dim: int
     itemsize: int
     page_size: int
+    sketch: tuple[int, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -34,7 +36,10 @@ class PoolGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def summary_page_bytes(self) -> int:
-        """Bytes of one page's key summaries: a minimum and a maximum key per layer and KV head."""
+        """Bytes of one page's key summaries over all layers and KV heads: a minimum and a maximum key, or every key in
+        half a byte per dimension with a 2-byte scale, in blocks of 16 tokens."""
+        if self.sketch:
+            return self.layers * self.kv_heads * -(-self.page_size // 16) * 16 * (len(self.sketch) // 2 + 2)
         return self.layers * self.kv_heads * 2 * self.head_dim * self.itemsize
 
 

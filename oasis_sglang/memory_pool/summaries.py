@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from oasis_sglang.memory_pool.host_pool import RESERVED_PAGES, HostPool
+
+if TYPE_CHECKING:
+    from oasis_sglang.attention.ops import AttentionOps
 
 
 class KeySummaries:
@@ -28,6 +33,12 @@ class KeySummaries:
     def row_ids(self, pages: torch.Tensor) -> torch.Tensor:
         """Rows of `table[layer]` for pages `[...]` and every KV head: `[..., kv_heads]`."""
         return pages.unsqueeze(-1) * self.geometry.kv_heads + self._heads
+
+    def score(
+        self, ops: AttentionOps, layer: int, q: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """`AttentionOps.score_pages` on one layer's table."""
+        return ops.score_pages(q, self.table[layer], rows, pages, scale)
 
     def append_step(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Account for one new token per sequence, all layers at once.

@@ -25,6 +25,7 @@ from oasis_sglang.attention.selector import create_selector
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.sizing import PoolGeometry
+from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
 from oasis_sglang.memory_pool.working_set import NONE, Attempt, WorkingSets
@@ -96,7 +97,7 @@ class KVTier:
         self.chain = chain
         self.probe = probe
         self.host = HostPool(host_pages, geometry, dtype)
-        self.summaries = KeySummaries(self.host)
+        self.summaries = KeySketches(self.host) if config.summary == "sketch" else KeySummaries(self.host)
         self.transfer: TransferEngine = InlineTransfer(self.host, k_pages, v_pages)
         self.sets = WorkingSets(
             layers=geometry.layers,
@@ -106,7 +107,7 @@ class KVTier:
             set_pages=self.set_pages,
             sequence_pages=-(-(context_len + geometry.page_size) // geometry.page_size),
         )
-        self.selector = create_selector(config, ops, self.summaries, self.sets)
+        self.selector = create_selector(config, ops, self.summaries, self.sets, dtype)
         width = geometry.page_size * geometry.head_dim
         self._k_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in k_pages]
         self._v_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in v_pages]
@@ -195,7 +196,7 @@ class KVTier:
             if not n:
                 continue
             rows = every_page.expand(n, heads, -1)
-            scores = self.ops.score_pages(q[at], self.summaries.table[layer], rows, tail, scale)
+            scores = self.summaries.score(self.ops, layer, q[at], rows, tail, scale)
             chosen = select_pages(scores, tail, self.config)
             attended = torch.cat((chosen, tail.view(n, 1, 1).expand(n, heads, 1)), dim=-1)
             table = self.host.row_ids(layer, sequence.pages[attended], self._heads.view(1, -1, 1))
@@ -220,7 +221,7 @@ class KVTier:
         if self._was_sparse[row]:
             candidates = torch.tensor([count - 1])
             rows = self.summaries.row_ids(sequence.pages[:-1]).T.unsqueeze(0)
-            scores = self.ops.score_pages(q, self.summaries.table[layer], rows, candidates, scale)
+            scores = self.summaries.score(self.ops, layer, q, rows, candidates, scale)
             chosen = select_pages(scores, candidates, self.config)
             if self.config.miss_policy == "skip":
                 self._chosen[layer, row] = chosen[0].to(torch.int32)
@@ -446,7 +447,7 @@ class KVTier:
         """Compare the pages `[m, H, K]` that were chosen ahead with what the first new token's query chooses."""
         asking, tail = q[plan.sparse, 0], plan.sparse_tail
         rows = self.summaries.row_ids(plan.sparse_host_pages).transpose(1, 2)
-        scores = self.ops.score_pages(asking, self.summaries.table[layer], rows, tail, scale)
+        scores = self.summaries.score(self.ops, layer, asking, rows, tail, scale)
         self.lookahead.count_agreement(attended, select_pages(scores, tail, self.config))
         if not self.config.debug_attention_mass:
             return

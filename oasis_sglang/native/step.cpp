@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
@@ -60,9 +60,12 @@ struct Args {
     int64_t sequence_pages;  // last dimension of slot_of
     int64_t set_pages;       // W, last dimension of page_of and last_used
     int64_t step;
+    int64_t page_size;
+    int64_t sketch;              // dimensions that key sketches keep (sketch.py), or 0: summaries are bounds
+    const int64_t *sketch_dims;  // [sketch]
     float scale;
     const void *q;              // [sequences, queries, kv_heads * group, head_dim]
-    const void *summaries;      // [pages * kv_heads, 2 * head_dim] largest, then smallest key
+    const void *summaries;      // [pages * kv_heads, ...] sketches, or 2 * head_dim: largest, then smallest key
     const int64_t *host_pages;  // [sequences, columns]
     const int64_t *tail;        // [sequences] the page being written; pages before it are candidates
     const int64_t *rows;        // [sequences]
@@ -70,7 +73,7 @@ struct Args {
     int32_t *slot_of;           // this layer's [rows, kv_heads, sequence_pages]
     int32_t *page_of;           // this layer's [rows, kv_heads, set_pages]
     int32_t *last_used;         // this layer's [rows, kv_heads, set_pages]
-    int64_t *attended;          // out [sequences, kv_heads, budget] logical pages, ascending
+    int64_t *attended;          // out [sequences, kv_heads, budget] logical pages, the least wanted last
     int64_t *table;             // out, or null: page table [?, kv_heads, table_columns] of pool rows
     const int64_t *at;          // [sequences] which row of `table` is whose
     int64_t table_columns;
@@ -86,7 +89,8 @@ struct Args {
 template <typename T>
 struct Scratch {
     std::vector<T> split;
-    std::vector<float> bound, scores;
+    std::vector<int8_t> codes;
+    std::vector<float> factors, bound, scores;
     std::vector<uint32_t> bits;
     std::vector<int32_t> wanted, misses, victims, resident;
 };
@@ -137,25 +141,28 @@ void dots(const BFloat16 *x, const BFloat16 *const *rows, int64_t width, float *
 
 #endif
 
-// Quest's bound of q.k over a page, softmaxed over pages, mean over the query heads of this KV head, and the largest of
-// that over the queries. The bound, the sum of max(q high, q low) over dimensions, is q+ . high + q- . low.
+// Query head g (of all queries) of the KV head.
 template <typename T>
-void score(const Args &a, int64_t i, int64_t head, int64_t candidates, Scratch<T> &scratch) {
+const T *query_of(const Args &a, int64_t i, int64_t head, int64_t g) {
+    const int64_t at = (i * a.queries + g / a.group) * a.kv_heads + head;
+    return static_cast<const T *>(a.q) + (at * a.group + g % a.group) * a.head_dim;
+}
+
+// Quest's bound of q.k over each page: the sum of max(q high, q low) over dimensions, which is q+ . high + q- . low.
+template <typename T>
+void quest_bounds(const Args &a, int64_t i, int64_t head, int64_t candidates, int64_t stride, Scratch<T> &scratch) {
     std::vector<T> &split = scratch.split;
-    std::vector<float> &bound = scratch.bound, &scores = scratch.scores;
+    std::vector<float> &bound = scratch.bound;
     const int64_t dim = a.head_dim, heads = a.kv_heads, width = 2 * dim, asking = a.queries * a.group;
     split.resize(asking * width);
     for (int64_t g = 0; g < asking; ++g) {
-        const int64_t at = (i * a.queries + g / a.group) * heads + head;
-        const T *query = static_cast<const T *>(a.q) + (at * a.group + g % a.group) * dim;
+        const T *query = query_of<T>(a, i, head, g);
         for (int64_t d = 0; d < dim; ++d) {
             const T x = query[d];
             split[g * width + d] = value(x) > 0 ? x : T{};
             split[g * width + dim + d] = value(x) < 0 ? x : T{};
         }
     }
-    const int64_t stride = (candidates + LANES - 1) / LANES * LANES;
-    bound.resize(asking * stride);
     const T *summaries = static_cast<const T *>(a.summaries);
     const int64_t *pages = a.host_pages + i * a.columns;
     auto summary = [&](int64_t p) { return summaries + (pages[std::min(p, candidates - 1)] * heads + head) * width; };
@@ -169,6 +176,138 @@ void score(const Args &a, int64_t i, int64_t head, int64_t candidates, Scratch<T
         }
         for (int64_t g = 0; g < asking; ++g) dots(split.data() + g * width, rows, width, &bound[g * stride + p]);
     }
+    for (float &each : bound) each *= a.scale;
+}
+
+constexpr int64_t TOKENS = 16;  // of a sketch's block
+constexpr int64_t SKETCH_PREFETCH = 3;  // pages ahead
+
+inline float from_half(uint16_t bits) {
+    _Float16 x;
+    std::memcpy(&x, &bits, sizeof x);
+    return static_cast<float>(x);
+}
+
+// The largest q.k of the first `tokens` tokens of a block, for each of `asking` queries, into `out[g * stride]` where it is
+// larger. `codes` are queries in 8 bits, `factors` pairs of what products are to be multiplied with and lessened by.
+struct Queries {
+    int64_t asking;
+    const int8_t *codes;
+    const float *factors;
+};
+
+void block_bounds(const uint8_t *block, int64_t dim, int64_t tokens, const Queries &q, float *out, int64_t stride) {
+    const int64_t code_bytes = TOKENS * dim / 2;
+    for (int64_t g = 0; g < q.asking; ++g) {
+        const int8_t *query = q.codes + g * dim;
+        for (int64_t t = 0; t < tokens; ++t) {
+            int32_t sum = 0;
+            for (int64_t i = 0; i < dim / 8; ++i) {
+                for (int64_t j = 0; j < 4; ++j) {
+                    const uint8_t packed = block[64 * i + 4 * t + j];
+                    sum += (packed & 15) * query[4 * i + j] + (packed >> 4) * query[dim / 2 + 4 * i + j];
+                }
+            }
+            uint16_t bits;
+            std::memcpy(&bits, block + code_bytes + 2 * t, sizeof bits);
+            const float x = (static_cast<float>(sum) - q.factors[2 * g + 1]) * q.factors[2 * g] * from_half(bits);
+            float &best = out[g * stride];
+            best = x > best ? x : best;
+        }
+    }
+}
+
+#ifdef __AVX512VNNI__
+
+// The same for a whole block of DIM dimensions, in registers.
+template <int DIM>
+void block_bounds(const uint8_t *block, const Queries &q, float *out, int64_t stride) {
+    constexpr int GROUPS = DIM / 8;
+    const __m512i half = _mm512_set1_epi8(15);
+    __m512i codes[2 * GROUPS];
+    for (int i = 0; i < GROUPS; ++i) {
+        const __m512i packed = _mm512_loadu_si512(block + 64 * i);
+        codes[i] = _mm512_and_si512(packed, half);
+        codes[GROUPS + i] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), half);
+    }
+    const __m512 unit = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 64 * GROUPS)));
+    for (int64_t g = 0; g < q.asking; ++g) {
+        __m512i even = _mm512_setzero_si512(), odd = even;
+        for (int i = 0; i < 2 * GROUPS; i += 2) {
+            int32_t four[2];  // dimensions of the query
+            std::memcpy(four, q.codes + g * DIM + 4 * i, sizeof four);
+            even = _mm512_dpbusd_epi32(even, codes[i], _mm512_set1_epi32(four[0]));
+            odd = _mm512_dpbusd_epi32(odd, codes[i + 1], _mm512_set1_epi32(four[1]));
+        }
+        __m512 x = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
+        x = _mm512_sub_ps(x, _mm512_set1_ps(q.factors[2 * g + 1]));
+        x = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(q.factors[2 * g])), unit);
+        const float most = _mm512_reduce_max_ps(x);
+        float &best = out[g * stride];
+        best = most > best ? most : best;
+    }
+}
+
+#endif
+
+// The largest q.k of each page's tokens, as its sketch tells it.
+template <typename T>
+void sketch_bounds(const Args &a, int64_t i, int64_t head, int64_t candidates, int64_t stride, Scratch<T> &scratch) {
+    std::vector<int8_t> &codes = scratch.codes;
+    std::vector<float> &factors = scratch.factors, &bound = scratch.bound;
+    const int64_t dim = a.sketch, asking = a.queries * a.group, blocks = (a.page_size + TOKENS - 1) / TOKENS;
+    const int64_t code_bytes = TOKENS * dim / 2, block_bytes = code_bytes + 2 * TOKENS, row_bytes = blocks * block_bytes;
+    codes.resize(asking * dim);
+    factors.resize(2 * asking);
+    for (int64_t g = 0; g < asking; ++g) {
+        const T *query = query_of<T>(a, i, head, g);
+        float most = 0;
+        for (int64_t d = 0; d < dim; ++d) most = std::max(most, std::fabs(value(query[a.sketch_dims[d]])));
+        const float unit = most / 127.0f;
+        int32_t sum = 0;
+        for (int64_t d = 0; d < dim; ++d) {
+            const float code = unit > 0 ? std::nearbyint(value(query[a.sketch_dims[d]]) / unit) : 0.0f;
+            codes[g * dim + d] = static_cast<int8_t>(std::min(std::max(code, -127.0f), 127.0f));
+            sum += codes[g * dim + d];
+        }
+        factors[2 * g] = unit * a.scale;
+        factors[2 * g + 1] = 8.0f * static_cast<float>(sum);  // codes of keys are stored 8 higher
+    }
+    const Queries queries{asking, codes.data(), factors.data()};
+    const auto *summaries = static_cast<const uint8_t *>(a.summaries);
+    const int64_t *pages = a.host_pages + i * a.columns;
+    auto row = [&](int64_t p) { return summaries + (pages[std::min(p, candidates - 1)] * a.kv_heads + head) * row_bytes; };
+    for (int64_t p = 0; p < stride; ++p) {
+        const auto *next = reinterpret_cast<const char *>(row(p + SKETCH_PREFETCH));
+        for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(next + byte);
+        for (int64_t g = 0; g < asking; ++g) bound[g * stride + p] = -INF;
+        for (int64_t b = 0; b < blocks; ++b) {
+            const uint8_t *block = row(p) + b * block_bytes;
+            const int64_t tokens = std::min(TOKENS, a.page_size - b * TOKENS);
+#ifdef __AVX512VNNI__
+            if (tokens == TOKENS && dim == 32) {
+                block_bounds<32>(block, queries, &bound[p], stride);
+                continue;
+            }
+            if (tokens == TOKENS && dim == 64) {
+                block_bounds<64>(block, queries, &bound[p], stride);
+                continue;
+            }
+#endif
+            block_bounds(block, dim, tokens, queries, &bound[p], stride);
+        }
+    }
+}
+
+// How much each page matters: its bounds softmaxed over pages, mean over the query heads of this KV head, and the largest
+// of that over the queries.
+template <typename T>
+void score(const Args &a, int64_t i, int64_t head, int64_t candidates, Scratch<T> &scratch) {
+    std::vector<float> &bound = scratch.bound, &scores = scratch.scores;
+    const int64_t stride = (candidates + LANES - 1) / LANES * LANES;
+    bound.resize(a.queries * a.group * stride);
+    if (a.sketch) sketch_bounds<T>(a, i, head, candidates, stride, scratch);
+    else quest_bounds<T>(a, i, head, candidates, stride, scratch);
     scores.assign(candidates, 0.0f);
     for (int64_t query = 0; query < a.queries; ++query) {
         float *sum = bound.data() + query * a.group * stride;  // the first head's row becomes the sum of all
@@ -182,7 +321,7 @@ void score(const Args &a, int64_t i, int64_t head, int64_t candidates, Scratch<T
             }
             const float top = *std::max_element(tops, tops + LANES);
             float total = 0;
-            for (int64_t p = 0; p < candidates; ++p) b[p] = exp_of_negative((b[p] - top) * a.scale);
+            for (int64_t p = 0; p < candidates; ++p) b[p] = exp_of_negative(b[p] - top);
             for (int64_t p = 0; p < candidates; ++p) total += b[p];
             const float share = 1.0f / (total * static_cast<float>(a.group));
             if (g == 0) {
@@ -288,6 +427,10 @@ void task(const Args &a, int64_t i, int64_t head) {
     } else {
         for (int64_t k = 0; k < a.budget; ++k) attended[k] = wanted[k];
     }
+    // The tier gives the place of the least wanted page to one that was no candidate yet.
+    int64_t least = a.budget - 1;
+    for (int64_t k = 0; k < a.budget; ++k) least = scores[attended[k]] < scores[attended[least]] ? k : least;
+    std::swap(attended[least], attended[a.budget - 1]);
     if (a.table) {
         int64_t *table = a.table + (a.at[i] * heads + head) * a.table_columns;
         const int64_t *owned = a.owned + row * a.set_pages;

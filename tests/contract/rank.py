@@ -17,6 +17,7 @@ from oasis_sglang.config import OasisConfig
 from oasis_sglang.coordinator import Setup
 from oasis_sglang.memory_pool.device_pool import OasisKVPool
 from oasis_sglang.memory_pool.sizing import GIB, PoolGeometry, plan_pools
+from oasis_sglang.memory_pool.sketch import slow_half
 
 LAYERS, KV_HEADS, QUERY_HEADS, DIM, PAGE = 2, 2, 4, 16, 16
 SCALE = DIM**-0.5
@@ -48,7 +49,9 @@ class Rank:
     def __init__(
         self, config: OasisConfig, *, device_tokens: int = 1600, rows: int = 8, need_sort: bool = False
     ) -> None:
-        geometry = PoolGeometry(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, itemsize=4, page_size=PAGE)
+        geometry = PoolGeometry(
+            layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, itemsize=4, page_size=PAGE, sketch=slow_half(DIM)
+        )
         plan = plan_pools(
             config,
             geometry,

@@ -101,9 +101,7 @@ def test_chains_that_do_not_fit_a_page(steps: int, page: int, most: int) -> None
     args = SimpleNamespace(
         speculative_algorithm="EAGLE3", speculative_num_steps=steps, speculative_num_draft_tokens=steps + 1
     )
-    with pytest.raises(
-        ConfigError, match=rf"num-steps={steps}\) does not work .*: use 1 to {most} steps"
-    ):
+    with pytest.raises(ConfigError, match=rf"num-steps={steps}\) does not work .*: use 1 to {most} steps"):
         validate.check_speculation(args, OasisConfig(page_size=page))
     args.speculative_num_draft_tokens = most + 1
     validate.check_speculation(args, OasisConfig(page_size=page))

@@ -7,6 +7,7 @@ import torch
 from oasis_sglang.attention.native_ops import create_cpu_ops
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.sizing import PoolGeometry
+from oasis_sglang.memory_pool.sketch import every_dim, slow_half
 from oasis_sglang.memory_pool.tier import ExtendSequence, KVTier
 from oasis_sglang.memory_pool.working_set import Attempt
 
@@ -41,7 +42,14 @@ class Harness:
         self.config = config.validate()
         page = config.page_size
         self.geometry = PoolGeometry(
-            layers=layers, kv_heads=kv_heads, head_dim=head_dim, itemsize=dtype.itemsize, page_size=page
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            itemsize=dtype.itemsize,
+            page_size=page,
+            sketch=(slow_half(head_dim) if head_dim % 16 == 0 else every_dim(head_dim))
+            if config.summary == "sketch"
+            else (),
         )
         self.dtype = dtype
         self.query_heads = kv_heads * group
@@ -65,7 +73,8 @@ class Harness:
             probe=probe,
         )
         self.tier.host.kv[1:].fill_(torch.nan)
-        self.tier.summaries.table[:, kv_heads:].fill_(torch.nan)
+        table = self.tier.summaries.table[:, kv_heads:]
+        table.fill_(255 if table.dtype == torch.uint8 else torch.nan)  # a sketch's scales are NaN then
         self.free = list(range(host_pages, 0, -1))
         self.random = torch.Generator().manual_seed(seed)
 

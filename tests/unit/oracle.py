@@ -24,6 +24,36 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -
     return torch.einsum("hn,hnd->hd", weight, values)
 
 
+def quest(q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Upper bound of q.k per page from its largest and smallest key; `q` `[D]`, `pages` `[n, page, D]`."""
+    high, low = pages.max(1).values, pages.min(1).values
+    return torch.maximum(q * high, q * low).sum(-1)
+
+
+def kept_dims(head_dim: int) -> list[int]:
+    """Dimensions that the harness's sketches keep: the slower half of each rotary half, or all."""
+    if head_dim % 16:
+        return list(range(head_dim))
+    half = head_dim // 2
+    return [i for i in range(head_dim) if i % half >= half // 2]
+
+
+def quantised(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """4-bit codes, -7 to 7, of the kept dimensions of keys `[..., D]`, and their float16 step `[..., 1]`."""
+    kept = keys[..., kept_dims(keys.shape[-1])]
+    step = (kept.abs().amax(-1, keepdim=True).float() / 7).half().double()
+    return (kept / step).nan_to_num(0).round().clamp(-7, 7), step
+
+
+def sketched(q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Largest q.k per page, from keys in 4 bits and the query in 8."""
+    codes, step = quantised(pages)
+    kept = q[kept_dims(q.shape[-1])]
+    unit = kept.abs().max() / 127
+    rounded = (kept / unit).round() if unit > 0 else torch.zeros_like(kept)
+    return ((codes * rounded).sum(-1) * unit * step.squeeze(-1)).amax(1)
+
+
 def top_pages(
     queries: torch.Tensor, k: torch.Tensor, tokens: int, config: OasisConfig, scale: float
 ) -> list[list[int]]:
@@ -42,13 +72,12 @@ def top_pages(
     chosen = []
     for head in range(heads):
         block = k[: candidates * page, head].view(candidates, page, -1)
-        high, low = block.max(1).values, block.min(1).values
+        bounds = sketched if config.summary == "sketch" else quest
         weight = torch.zeros(candidates, dtype=torch.float64)
         for q in queries:
             own = torch.zeros(candidates, dtype=torch.float64)
             for j in range(head * group, (head + 1) * group):
-                bound = torch.maximum(q[j] * high, q[j] * low).sum(-1) * scale
-                own += torch.softmax(bound, 0) / group
+                own += torch.softmax(bounds(q[j], block) * scale, 0) / group
             weight = torch.maximum(weight, own)
         forced = [p for p in range(candidates) if p < config.sink_pages or p >= candidates - config.recent_pages]
         weight[forced] = torch.inf

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool import sketch
 from oasis_sglang.memory_pool.host_pool import HostPool
 from tests.unit import oracle
 from tests.unit.harness import Harness, Sequence
@@ -78,9 +79,15 @@ def check(harness: Harness, sequences: list[Sequence], records: list[Record]) ->
             assert torch.equal(held[0], k)
             assert torch.equal(held[1], v)
             for p in range(-(-s.tokens // page)):
-                block = k[p * page : (p + 1) * page]
-                rows = tier.summaries.table[layer, tier.summaries.row_ids(torch.tensor(s.pages[p]))].double()
-                assert torch.equal(rows, torch.cat((block.amax(0), block.amin(0)), dim=-1))
+                block = k[p * page : (p + 1) * page].transpose(0, 1)  # [H, tokens, D]
+                row = tier.summaries.table[layer, tier.summaries.row_ids(torch.tensor(s.pages[p]))]
+                if harness.config.summary == "minmax":
+                    assert torch.equal(row.double(), torch.cat((block.amax(1), block.amin(1)), dim=-1))
+                    continue
+                codes, steps = oracle.quantised(block)
+                held, scales = sketch.decode(row, codes.shape[-1])
+                assert torch.equal(held[:, : block.shape[1]].double(), codes)
+                assert torch.equal(scales[:, : block.shape[1]].double(), steps.squeeze(-1))
 
 
 def start(harness: Harness, prompts: list[int], final: int) -> tuple[list[Sequence], list[Record]]:
@@ -107,6 +114,7 @@ def test_chains_of_any_fate(data: st.DataObject) -> None:
         slack_ratio=data.draw(st.sampled_from([0.0, 0.5]), "slack"),
         sink_tokens=data.draw(st.sampled_from([0, 16]), "sink"),
         min_sparse_len=data.draw(st.sampled_from([0, (budget + 2) * 16 + 5]), "min sparse"),
+        summary=data.draw(st.sampled_from(["sketch", "minmax"]), "summary"),
         dense_layers=data.draw(st.integers(0, 1), "dense layers"),
         miss_policy="skip" if skip else "wait",
         predictor=data.draw(st.sampled_from(["draft", "previous", "none"]), "predictor") if skip else "previous",

@@ -34,6 +34,9 @@ def test_nothing_given_is_the_defaults(source: Any) -> None:
         "host_size_gb": None,
         "sink_tokens": 0,
         "recent_tokens": 0,
+        "summary": "sketch",
+        "probe": False,
+        "debug_attention_mass": False,
         "slack_ratio": 0.25,
         "fetch_ratio": 1.0,
         "miss_policy": "wait",
@@ -175,7 +178,7 @@ def test_wrong_types_name_key_and_value(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("key", "choices"),
-    [("miss_policy", ("wait", "skip")), ("predictor", ("previous", "none")), ("transfer", ("inline",))],
+    [("miss_policy", ("wait", "skip")), ("predictor", ("previous", "draft", "none")), ("transfer", ("inline",))],
 )
 def test_choices_are_listed(key: str, choices: tuple[str, ...]) -> None:
     """Contract 10: a wrong word is answered with the right ones."""

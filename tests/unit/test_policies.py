@@ -34,7 +34,7 @@ def test_sequences_come_grow_cross_and_leave(data: st.DataObject) -> None:
         config,
         kv_heads=2,
         group=1,
-        head_dim=4,
+        head_dim=8,
         host_pages=90,
         device_pages=3 * config.max_set_pages,
         rows=3,

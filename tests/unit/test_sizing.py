@@ -6,12 +6,14 @@ import math
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.sizing import GIB, RESERVE_MAX, RESERVE_SHARE, PoolGeometry, PoolPlan, plan_pools
+from oasis_sglang.memory_pool.sketch import slow_half
 
 # SmolLM2-135M: 30 layers, 3 KV heads of 64, bf16
 SMALL = PoolGeometry(layers=30, kv_heads=3, head_dim=64, itemsize=2, page_size=16)
@@ -34,6 +36,10 @@ def test_bytes_by_hand() -> None:
     """C31: every size is counted in these; a forgotten factor of two (K and V) allocates twice what was checked."""
     assert SMALL.token_bytes == 30 * 3 * 64 * 2 * 2 == 23_040
     assert SMALL.summary_page_bytes == 23_040  # one page's smallest and largest key weigh as one token
+    # a sketch of 32 dimensions: 16 tokens of 16 bytes and a 2-byte scale, per layer and KV head
+    sketched = msgspec.structs.replace(SMALL, sketch=slow_half(64))
+    assert sketched.summary_page_bytes == 30 * 3 * 16 * 18
+    assert msgspec.structs.replace(sketched, page_size=8).summary_page_bytes == sketched.summary_page_bytes
     assert QUARTER.token_bytes == 32 * 2 * 128 * 2 * 2 == 32_768
     sizes = plan(OasisConfig(), max_total_tokens=24_000)
     assert sizes.device_tokens == 24_000

@@ -35,6 +35,7 @@ def test_wait_without_cap_is_exact_top_k(data: st.DataObject) -> None:
         page_size=page,
         token_budget=budget * page,
         slack_ratio=data.draw(st.sampled_from([0.0, 0.3, 1.0]), "slack"),
+        summary=data.draw(st.sampled_from(["sketch", "minmax"]), "summary"),
         sink_tokens=data.draw(st.sampled_from([0, page]), "sink"),
         recent_tokens=data.draw(st.sampled_from([0, page]) if budget > 2 else st.just(0), "recent"),
         min_sparse_len=data.draw(st.sampled_from([0, (budget + 3) * page]), "min sparse"),
@@ -146,7 +147,8 @@ def test_tokens_decoded_before_a_retraction_attend_as_they_did(chunk: int) -> No
 
 def test_reused_pages_carry_no_trace_of_their_last_owner() -> None:
     """C38: after eviction and reuse, summaries and attention are those of the new data."""
-    harness = Harness(OasisConfig(token_budget=32, page_size=16), host_pages=14, device_pages=20)
+    config = OasisConfig(token_budget=32, page_size=16, summary="minmax")  # sketches: test_chain.py
+    harness = Harness(config, host_pages=14, device_pages=20)
     for _ in range(6):
         s = harness.admit(200)
         assert s is not None
