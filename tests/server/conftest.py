@@ -31,7 +31,7 @@ TEST_TIMEOUT = 1200
 FP32 = ("--dtype", "float32")
 SHARED = (*oasis_flags(CONFIG, DEVICE_TOKENS), "--enable-metrics")
 # The defaults: what fits 2,048 tokens must come out as from dense SGLang. The device holds hardly more than one set.
-WITHIN_BUDGET = (*oasis_flags({}, 2400), *FP32, "--enable-metrics", "--decode-log-interval", "8")
+WITHIN_BUDGET = (*oasis_flags({}, 2720), *FP32, "--enable-metrics", "--decode-log-interval", "8")
 # Eight pages of budget, a host pool that holds little more than one sequence, small chunks, and a retraction every few
 # steps whenever more than one request decodes.
 SMALL_POOLS = (

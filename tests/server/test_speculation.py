@@ -65,7 +65,7 @@ def test_a_draft_that_must_be_right_is_accepted_to_the_last_token(
     server_factory: ServerFactory, memoryless_model: str
 ) -> None:
     """A target whose next token depends on the last one alone, and itself as the draft."""
-    flags = [*oasis_flags({}, 2400), *FP32, "--context-length", "2048", *SELF_DRAFT, memoryless_model]
+    flags = [*oasis_flags({}, 2720), *FP32, "--context-length", "2048", *SELF_DRAFT, memoryless_model]
     with server_factory(flags, model_path=memoryless_model) as server:
         client = Client(server.url)
         for steps, new in ((1, 5), (4, 17), (16, 65)):
