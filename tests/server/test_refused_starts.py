@@ -31,7 +31,7 @@ STARTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "device-pool-below-one-working-set": (
         oasis_flags({"token_budget": 2048, "host_to_device_ratio": 8.0}, 2048),
-        ("device pool of 2048 tokens (--max-total-tokens=2048) cannot hold", "working set of 2304 tokens"),
+        ("device pool of 2048 tokens (--max-total-tokens=2048) cannot hold", "working set of 2608 tokens"),
     ),
 }
 
