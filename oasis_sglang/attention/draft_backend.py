@@ -61,7 +61,7 @@ class DraftAttnBackend(AttentionBackend):
         else:
             raise NotImplementedError(f"the draft attention backend does not run forward mode {mode.name}")
 
-    def plan(self, rows: torch.Tensor, tokens: torch.Tensor, queries: int, dtype: torch.dtype | None = None) -> None:
+    def plan(self, rows: torch.Tensor, tokens: torch.Tensor, queries: int) -> None:
         """The page table of a batch: `tokens` `[n]` each, the `queries` last of them new."""
         page = self.page_size
         columns = -(-int(tokens.max()) // page)

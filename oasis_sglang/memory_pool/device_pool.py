@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from oasis_sglang import coordinator
 from oasis_sglang.attention.native_ops import create_cpu_ops
-from oasis_sglang.memory_pool.host_pool import RESERVED_PAGES
+from oasis_sglang.memory_pool.hnd_pool import HndPool
 from oasis_sglang.memory_pool.tier import KVTier
 
 
-class OasisKVPool(MHATokenToKVPool):
+class OasisKVPool(HndPool):
     """One id space: a slot in `req_to_token` and in the radix tree is an index of the host pool, so `size` is the
     host pool's. The buffers are the device pool, `[pages, kv_heads, page_size, head_dim]` per layer, a bounded cache
     of it that the `KVTier` manages. Page 0 is the reserved page, as in SGLang's pools.
@@ -22,7 +21,6 @@ class OasisKVPool(MHATokenToKVPool):
     """
 
     def __init__(self, size: int, **kwargs: Any) -> None:
-        kwargs["enable_kv_cache_copy"] = False  # its kernels would index the buffers by slot
         setup = coordinator.take_setup()
         self.setup = setup
         if size != setup.plan.host_tokens:
@@ -46,17 +44,8 @@ class OasisKVPool(MHATokenToKVPool):
         )
         coordinator.start(self.tier, setup)
 
-    def _create_buffers(self) -> None:
-        plan = self.setup.plan
-        pages = plan.device_tokens // self.page_size + RESERVED_PAGES
-        shape = (pages, self.head_num, self.page_size, self.head_dim)
-        self.k_scale_buffer = self.v_scale_buffer = None
-        self.native_k_scale_buffer = self.native_v_scale_buffer = None
-        self.dq_k_buffer = self.dq_v_buffer = None
-        self.k_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
-        self.v_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
-        self._kv_buffer_descs: list[Any] = []
-        self._init_data_ptrs_and_strides()
+    def buffer_tokens(self) -> int:
+        return self.setup.plan.device_tokens
 
     def _finalize_allocation_log(self, num_tokens: int) -> None:
         super()._finalize_allocation_log(self.setup.plan.device_tokens)

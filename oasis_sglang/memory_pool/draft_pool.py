@@ -10,31 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from oasis_sglang.memory_pool.host_pool import RESERVED_PAGES
+from oasis_sglang.memory_pool.hnd_pool import HndPool
 
 
-class OasisDraftPool(MHATokenToKVPool):
+class OasisDraftPool(HndPool):
     """Slot s is lane `s % page_size` of page `s // page_size`. Page 0 is the reserved page and stays zero."""
-
-    def __init__(self, size: int, **kwargs: Any) -> None:
-        kwargs["enable_kv_cache_copy"] = False  # only trees move slots, and they are refused
-        super().__init__(size, **kwargs)
-
-    def _create_buffers(self) -> None:
-        shape = (self.size // self.page_size + RESERVED_PAGES, self.head_num, self.page_size, self.head_dim)
-        self.k_scale_buffer = self.v_scale_buffer = None
-        self.native_k_scale_buffer = self.native_v_scale_buffer = None
-        self.dq_k_buffer = self.dq_v_buffer = None
-        self.k_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
-        self.v_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
-        self._kv_buffer_descs: list[Any] = []
-        self._init_data_ptrs_and_strides()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (*self.k_buffer, *self.v_buffer))
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """`k` and `v` `[n, kv_heads, head_dim]` of tokens in slots `[n]` int64."""
