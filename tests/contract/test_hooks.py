@@ -234,9 +234,11 @@ def test_everything_overridden_exists_in_the_base() -> None:
 
     from oasis_sglang.attention.backend import OasisAttnBackend
     from oasis_sglang.memory_pool.device_pool import OasisKVPool
+    from oasis_sglang.memory_pool.hnd_pool import HndPool
 
-    ours = {"_plan_decode", "_plan_extend", "_layer_index"}
-    for mine, base in ((OasisAttnBackend, AttentionBackend), (OasisKVPool, MHATokenToKVPool)):
+    ours = {"_plan_decode", "_plan_extend", "_layer_index", "buffer_tokens"}
+    pools = ((OasisKVPool, MHATokenToKVPool), (HndPool, MHATokenToKVPool))
+    for mine, base in ((OasisAttnBackend, AttentionBackend), *pools):
         for name, value in vars(mine).items():
             if inspect.isfunction(value) and name != "__init__" and name not in ours:
                 assert hasattr(base, name), f"{base.__name__} has no {name}"

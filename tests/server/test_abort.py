@@ -54,10 +54,10 @@ def test_client_leaves_during_prefill(client: Client, truth: Truth, documents: D
 
 def test_client_leaves_while_queued(client: Client, truth: Truth, documents: Documents) -> None:
     """C1: a request that waits for device pages holds none, and the one behind it gets its turn."""
-    running = Background(client, documents.text(92, 1200), LONG)  # 101 of 150 pages
+    running = Background(client, documents.text(92, 1200), LONG)  # 101 of 170 pages
     running.wait_for_tokens(1)
     # The next does not fit beside it; what follows does not overtake it.
-    body = {"input_ids": documents.text(94, 600), "sampling_params": LONG}
+    body = {"input_ids": documents.text(94, 900), "sampling_params": LONG}  # 82 pages
     with pytest.raises(requests.ReadTimeout):
         requests.post(f"{client.url}/generate", json=body, timeout=2)
     assert client.oasis()["working_sets"] == 1

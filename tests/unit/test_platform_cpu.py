@@ -133,6 +133,7 @@ def _server_args(raw: dict[str, Any] | None = None, **changes: Any) -> SimpleNam
         "attention_backend": "intel_amx",  # what SGLang's own step has put there by then
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": False,
+        "enable_torch_compile": False,
         "sleep_on_idle": False,
         "cuda_graph_config": cuda_graph_config.default_cuda_graph_config(),
         "max_total_tokens": None,
@@ -150,7 +151,7 @@ def _server_args(raw: dict[str, Any] | None = None, **changes: Any) -> SimpleNam
 @pytest.fixture
 def clean_environment(monkeypatch):
     """Without thread settings, and with whatever the test sets undone."""
-    for name in ("OMP_NUM_THREADS", *defaults._WAIT_SETTINGS):
+    for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", *defaults._WAIT_SETTINGS):
         monkeypatch.setenv(name, "")  # recorded, so that it is restored
         monkeypatch.delenv(name)
     monkeypatch.setattr(defaults, "kv_token_cap", lambda server_args: 4096)
@@ -168,6 +169,12 @@ def test_defaults(clean_environment):
     assert args.max_total_tokens == 4096
     assert os.environ["OMP_NUM_THREADS"] == "6"
     assert os.environ["GOMP_SPINCOUNT"] == str(defaults.OMP_SPIN_COUNT)
+    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+
+
+def test_compilation_that_was_asked_for_stays(clean_environment):
+    defaults.apply(_server_args(enable_torch_compile=True))
+    assert "TORCH_COMPILE_DISABLE" not in os.environ
 
 
 def test_given_flags_win(clean_environment, monkeypatch):
