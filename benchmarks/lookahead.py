@@ -34,6 +34,7 @@ from benchmarks.lookahead_drafts import DraftSource, EagleDraft, NgramDraft, Ran
 from benchmarks.lookahead_measure import RANDOM, Lookahead, Measured, measure
 from benchmarks.lookahead_simulation import agreement, attended_mass, select, simulate
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.sketch import dims_of
 from oasis_sglang.serving import Documents, Report
 
 INSTRUCTION = "Read the following text, then answer the question at its end.\n\n"
@@ -59,6 +60,9 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fetch-ratios", default="0.01,0.02,0.05,0.1,1", help="fetch caps (default: %(default)s)")
     parser.add_argument("--slack-ratios", default="0,1,2", help="resident pages beyond it (default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=16, help="(default: %(default)s)")
+    parser.add_argument(
+        "--summary", choices=("sketch", "minmax"), default="sketch", help="how pages are scored (default: %(default)s)"
+    )
     parser.add_argument(
         "--follow-text", action="store_true",
         help="decode the running text of the documents instead of the model's own answer to a question",
@@ -267,6 +271,17 @@ def decoded_text(capture: Capture, question: str, documents: Documents) -> dict[
     }
 
 
+def sketch(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """Dimensions that key sketches keep of the model's keys, none with `--summary minmax`."""
+    from transformers import AutoConfig
+
+    if arguments.summary == "minmax":
+        return ()
+    config = AutoConfig.from_pretrained(common.model_path(arguments))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dims_of(config, config, head_dim)
+
+
 def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     torch.manual_seed(arguments.seed)
     draft_tokens = sorted({1, *map(int, numbers(arguments.draft_tokens))})
@@ -278,7 +293,7 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
         texts.append(decoded_text(capture, question, documents))
         kept.append(capture)
     with report.console.status("Scoring pages"), torch.inference_mode():
-        measured = measure(kept, arguments.steps, draft_tokens, arguments.page_size)
+        measured = measure(kept, arguments.steps, draft_tokens, arguments.page_size, sketch(arguments))
     del kept
     with torch.inference_mode():
         return {

@@ -72,10 +72,10 @@ class Measured:
 class Tables:
     """All scores and masses of one captured text."""
 
-    def __init__(self, capture: Capture, page_size: int) -> None:
+    def __init__(self, capture: Capture, page_size: int, sketch: tuple[int, ...] = ()) -> None:
         self.capture, self.page = capture, page_size
         self.columns = (capture.context + capture.steps) // page_size + 1
-        self._scorer = PageScorer(capture.keys, page_size, capture.scale)
+        self._scorer = PageScorer(capture.keys, page_size, capture.scale, sketch)
 
     def tail(self, step: int) -> int:
         """The page of the token that step `step` decodes; those before it can be chosen."""
@@ -145,14 +145,20 @@ class Tables:
         )
 
 
-def measure(captures: Sequence[Capture], steps: int, draft_tokens: Sequence[int], page_size: int) -> Measured:
+def measure(
+    captures: Sequence[Capture],
+    steps: int,
+    draft_tokens: Sequence[int],
+    page_size: int,
+    sketch: tuple[int, ...] = (),
+) -> Measured:
     """Each capture has at least as many more steps than `steps` as there are draft tokens."""
     layers = captures[0].queries.shape[1]
     parts: dict[tuple[str, int | None, bool], list[torch.Tensor]] = {}
     start, own, mass, chains = [], [], [], []
     right: dict[str, list[torch.Tensor]] = {}
     for capture in captures:
-        tables = Tables(capture, page_size)
+        tables = Tables(capture, page_size, sketch)
         start.append(tables.start())
         own.append(tables.of_steps(steps, 1, seen_ahead=1))
         every_mass = tables.mass()

@@ -18,6 +18,7 @@ from oasis_sglang.attention.torch_ops import TorchOps
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.sizing import PoolGeometry
+from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
 from oasis_sglang.speculative.lookahead import select_pages, select_resident
@@ -27,31 +28,33 @@ FIRST_STEP = 1 << 24
 
 
 class PageScorer:
-    """Scores all complete pages of a text, for all its layers at once, with the project's summaries and bound."""
+    """Scores all complete pages of a text, for all its layers at once, with the project's key summaries."""
 
-    def __init__(self, keys: torch.Tensor, page_size: int, scale: float) -> None:
+    def __init__(self, keys: torch.Tensor, page_size: int, scale: float, sketch: tuple[int, ...] = ()) -> None:
         """
         Args:
             keys: `[L, H, tokens, D]` float32.
+            sketch: dimensions that key sketches keep; none: largest and smallest keys instead.
         """
         layers, heads, tokens, dim = keys.shape
         self.layers, self.pages, self.scale = layers, tokens // page_size, scale
         self._ops = TorchOps()
         # Layers stand in for sequences: page p of layer l is "host page" 1 + l * pages + p.
-        geometry = PoolGeometry(layers=1, kv_heads=heads, head_dim=dim, itemsize=4, page_size=page_size)
+        geometry = PoolGeometry(
+            layers=1, kv_heads=heads, head_dim=dim, itemsize=4, page_size=page_size, sketch=sketch
+        )  # fmt: skip
         host = HostPool(layers * self.pages, geometry, torch.float32)
-        summaries = KeySummaries(host)
+        self._summaries = summaries = KeySketches(host) if sketch else KeySummaries(host)
         host.close()  # only its shape was needed
         ids = 1 + torch.arange(layers * self.pages)
         blocks = keys[:, :, : self.pages * page_size].view(layers, heads, self.pages, page_size, dim)
         summaries.rebuild(0, ids, blocks.transpose(1, 2).flatten(0, 1), page_size)
-        self._table = summaries.table[0]
         self._rows = summaries.row_ids(ids.view(layers, self.pages)).transpose(1, 2)  # [L, H, pages]
 
     def score(self, queries: torch.Tensor, candidates: int) -> torch.Tensor:
         """`[L, H, pages]` scores by `queries` `[L, Hq, D]`; -inf from page `candidates` on."""
         limit = torch.full((self.layers,), candidates)
-        return self._ops.score_pages(queries, self._table, self._rows, limit, self.scale)
+        return self._summaries.score(self._ops, 0, queries, self._rows, limit, self.scale)
 
 
 def page_mass(keys: torch.Tensor, queries: torch.Tensor, page_size: int, scale: float) -> torch.Tensor:

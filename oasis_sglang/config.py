@@ -178,7 +178,9 @@ def _explain(message: str, fields: dict[str, Any]) -> str:
     key = message.rsplit("$.", 1)[-1].rstrip("`") if "$." in message else None
     if key not in fields:
         return message
-    choices = {"miss_policy": MissPolicy, "predictor": PredictorName, "transfer": TransferName}
+    choices = {
+        "miss_policy": MissPolicy, "predictor": PredictorName, "summary": SummaryName, "transfer": TransferName,
+    }  # fmt: skip
     hint = f"; choose from {', '.join(get_args(choices[key]))}" if key in choices else ""
     return f"{key}={fields[key]!r}: {message}{hint}"
 

@@ -8,28 +8,11 @@ from oasis_sglang import validate
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.coordinator import Setup
 from oasis_sglang.memory_pool.sizing import PoolGeometry, plan_pools
-from oasis_sglang.memory_pool.sketch import every_dim, slow_half
+from oasis_sglang.memory_pool.sketch import dims_of
 from oasis_sglang.platform import defaults, host
 
 # Most requests on the device where --max-running-requests is not given: bounds the maps, which grow with it.
 DEFAULT_ROWS = 256
-
-
-# Models that rotate whole heads, dimension i with dimension i + half ("neox style"): their sketches need only the half
-# that turns slowly. For any other model a sketch keeps every dimension, in twice the bytes.
-WHOLE_ROTARY = {
-    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM"),
-    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"),
-}
-
-
-def sketch_dims(model: Any) -> tuple[int, ...]:
-    """Dimensions of a key that sketches keep, for SGLang's `ModelConfig`."""
-    architectures = set(getattr(model.hf_config, "architectures", None) or ())
-    partial = getattr(model.hf_text_config, "partial_rotary_factor", None)
-    if architectures <= WHOLE_ROTARY and architectures and partial in (None, 1, 1.0) and model.head_dim % 16 == 0:
-        return slow_half(model.head_dim)
-    return every_dim(model.head_dim)
 
 
 def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
@@ -53,7 +36,7 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         head_dim=model.head_dim,
         itemsize=configurator.kv_cache_dtype.itemsize,
         page_size=config.page_size,
-        sketch=sketch_dims(model) if config.summary == "sketch" else (),
+        sketch=dims_of(model.hf_config, model.hf_text_config, model.head_dim) if config.summary == "sketch" else (),
     )
     chain = int(resolving_view(server_args).speculative_num_draft_tokens or 1)
     chain = chain if server_args.speculative_algorithm else 1
@@ -67,7 +50,20 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         local_ranks=parallel.launch_world_size,
         device_is_host=str(configurator.device).startswith("cpu"),
         chain=chain,
+        draft_token_bytes=draft_token_bytes(configurator) if chain > 1 else 0,
     )
     most = min(plan.device_tokens // config.page_size, resolved.max_running_requests)
     rows = most if defaults.given(server_args, "max_running_requests") is not None else min(most, DEFAULT_ROWS)
     return Setup(config, geometry, plan, rows, model.context_len, chain)
+
+
+def draft_token_bytes(configurator: Any) -> int:
+    """Bytes that the draft model's KV takes per token on this rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    draft, layers = configurator.spec_aux_config.draft_model_config, configurator.spec_aux_config.draft_kv_num_layers
+    if draft is None or not layers:
+        return 0
+    parallel = get_parallel()
+    heads = draft.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+    return int(layers * heads * (draft.head_dim + draft.v_head_dim) * configurator.kv_cache_dtype.itemsize)

@@ -51,6 +51,7 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: int
     device_bytes: int
     summary_bytes: int
+    draft_bytes: int
     local_ranks: int
 
     def describe(self) -> str:
@@ -60,6 +61,7 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.host_bytes * self.local_ranks / 1e9:.2f} GB in all ({self.local_ranks} local rank"
             f"{'s' if self.local_ranks > 1 else ''}); device KV pool: {self.device_tokens} tokens, "
             f"{self.device_bytes / 1e9:.2f} GB, key summaries {self.summary_bytes / 1e9:.2f} GB"
+            + (f", draft KV {self.draft_bytes / 1e9:.2f} GB" if self.draft_bytes else "")
         )
 
 
@@ -74,6 +76,7 @@ def plan_pools(
     local_ranks: int,
     device_is_host: bool = False,
     chain: int = 1,
+    draft_token_bytes: int = 0,
 ) -> PoolPlan:
     """Size the host and the device pool of one rank.
 
@@ -84,6 +87,7 @@ def plan_pools(
         local_ranks: ranks that take a host pool from this machine's memory.
         device_is_host: the device pool and the key summaries take this machine's memory too (a CPU host).
         chain: tokens per sequence and step; more than 1 with speculation.
+        draft_token_bytes: bytes of a draft model's KV of one token; all of it is on the device.
 
     Raises:
         ValueError: a pool that cannot hold one sequence, or pools that the machine's memory cannot hold.
@@ -98,8 +102,8 @@ def plan_pools(
     elif config.host_size_gb is not None:
         device = int(config.host_size_gb * 1e9 / token / ratio)
     else:
-        # host + host / ratio + summaries of every host page
-        per_host_token = token * (1 + 1 / ratio) + geometry.summary_page_bytes / page
+        # host + host / ratio + summaries and a draft's KV of every host page
+        per_host_token = token * (1 + 1 / ratio) + geometry.summary_page_bytes / page + draft_token_bytes
         device = int(memory_budget / per_host_token / ratio)
         # A small default must still serve: one working set, where the user asked for no size at all.
         device = max(device, 2 * (set_pages + 1) * page)
@@ -131,13 +135,14 @@ def plan_pools(
         host_bytes=(host + page) * token,
         device_bytes=(device + page) * token,
         summary_bytes=(host // page + 1) * geometry.summary_page_bytes,
+        draft_bytes=(host + page) * draft_token_bytes,
         local_ranks=local_ranks,
     )
     per_rank, what = plan.host_bytes, "host pools need"
     if device_is_host:
         per_rank, what = (
-            per_rank + plan.device_bytes + plan.summary_bytes,
-            "host and device pools and key summaries need",
+            per_rank + plan.device_bytes + plan.summary_bytes + plan.draft_bytes,
+            "host and device pools, key summaries and draft KV need",
         )
     reserve = min(int(available_memory * RESERVE_SHARE), RESERVE_MAX)
     if per_rank * local_ranks > available_memory - reserve:

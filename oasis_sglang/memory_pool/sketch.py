@@ -12,7 +12,7 @@ c stands for `(c - 8) * scale`, the scale being a seventh of the key's largest c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 LANES = 16  # tokens per block
 LARGEST = 7  # code range: -7 to 7, stored as 1 to 15
 SCALE_BYTES = 2 * LANES
+# Models that rotate whole heads, dimension i with dimension i + half ("neox style"): their sketches need only the half
+# that turns slowly. For any other model a sketch keeps every dimension, in twice the bytes.
+WHOLE_ROTARY = {
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM"),
+    *("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM"),
+}
 
 
 class KeySketches:
@@ -101,6 +107,19 @@ class KeySketches:
         rows = self.row_ids(pages)
         self._codes[layer, rows] = packed
         self._scales[layer, rows] = scales.view(*scales.shape[:2], self.blocks, LANES)
+
+
+def dims_of(config: Any, text_config: Any, head_dim: int) -> tuple[int, ...]:
+    """Dimensions of a key that sketches keep.
+
+    Args:
+        config, text_config: of transformers; the latter is `config` itself for a model of text alone.
+    """
+    architectures = set(getattr(config, "architectures", None) or ())
+    partial = getattr(text_config, "partial_rotary_factor", None)
+    if architectures <= WHOLE_ROTARY and architectures and partial in (None, 1, 1.0) and head_dim % 16 == 0:
+        return slow_half(head_dim)
+    return every_dim(head_dim)
 
 
 def every_dim(head_dim: int) -> tuple[int, ...]:

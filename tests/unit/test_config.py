@@ -178,7 +178,12 @@ def test_wrong_types_name_key_and_value(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("key", "choices"),
-    [("miss_policy", ("wait", "skip")), ("predictor", ("previous", "draft", "none")), ("transfer", ("inline",))],
+    [
+        ("miss_policy", ("wait", "skip")),
+        ("predictor", ("previous", "draft", "none")),
+        ("transfer", ("inline",)),
+        ("summary", ("sketch", "minmax")),
+    ],
 )
 def test_choices_are_listed(key: str, choices: tuple[str, ...]) -> None:
     """Contract 10: a wrong word is answered with the right ones."""

@@ -73,11 +73,29 @@ def test_four_ranks_beyond_the_limit() -> None:
     assert "4 local ranks" in message
 
 
+def test_a_drafts_kv_counts() -> None:
+    """C31: a draft keeps its KV of every host token on the device, beside the pools."""
+    layer = SMALL.token_bytes // SMALL.layers
+    given = {"max_total_tokens": 24_000, "chain": 4, "device_is_host": True}
+    sizes = plan(OasisConfig(), draft_token_bytes=layer, **given)
+    assert sizes.draft_bytes == (96_000 + 16) * 768
+    assert "draft KV 0.07 GB" in sizes.describe()
+    assert "draft KV" not in plan(OasisConfig(), max_total_tokens=24_000).describe()
+    # a draft as large as the target doubles the host pool's bytes; the pools alone fit
+    available = int((sizes.host_bytes + sizes.device_bytes + sizes.summary_bytes) * 1.2)
+    assert plan(OasisConfig(), available_memory=available, **given).draft_bytes == 0
+    with pytest.raises(ValueError, match="draft KV need"):
+        plan(OasisConfig(), available_memory=available, draft_token_bytes=SMALL.token_bytes, **given)
+    # where the user sized nothing, all of it stays within the budget, reserved pages aside
+    own = plan(OasisConfig(), chain=4, draft_token_bytes=SMALL.token_bytes)
+    assert 0.9 * 4 * GIB < own.host_bytes + own.device_bytes + own.summary_bytes + own.draft_bytes < 4.01 * GIB
+
+
 def test_every_pool_counts_where_the_device_is_the_host() -> None:
     """C31: on a CPU host the device pool and the summaries take the same memory; host pools alone would fit here."""
     config = OasisConfig(host_size_gb=30.0, host_to_device_ratio=1.0)
     assert plan(config, device_is_host=False).host_tokens > 0
-    with pytest.raises(ValueError, match="host and device pools and key summaries need") as error:
+    with pytest.raises(ValueError, match="host and device pools, key summaries and draft KV need") as error:
         plan(config, device_is_host=True)
     host = math.floor(30e9 / SMALL.token_bytes) // 16 * 16
     total = (2 * (host + 16) + host // 16 + 1) * SMALL.token_bytes
