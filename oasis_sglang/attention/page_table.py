@@ -49,7 +49,8 @@ class DecodePlan:
         token_rows: `[layers, n, t, kv_heads]` pool rows of the new tokens' pages.
         spill_rows: `[layers, m, kv_heads]` with t > 1, pool rows of the page after `sparse_tail` where new tokens reach
             it, else of the reserved page.
-        table: `[n, kv_heads, columns]` pool rows; dense parts are the same for every layer, sparse parts are not.
+        dense_pages: `[n - m, pages]` device pages of dense sequences, 0 past their ends.
+        table: `[n, kv_heads, columns]` pool rows of the layer that runs.
         layout: of `table`. host_layout: of the table over the host pool that dense layers read.
     """
 
@@ -80,6 +81,7 @@ class DecodePlan:
         empty = rows.new_empty(0)
         self.crossing = empty
         self.sparse_host_pages = empty
+        self.dense_pages = empty
         self.token_rows = empty
         self.spill_rows = empty
         self.table = empty

@@ -25,7 +25,11 @@ class Selection(NamedTuple):
     attended: torch.Tensor  # [n, H, K] int64 logical pages, all of them in the maps, the least wanted last
     miss_host: torch.Tensor  # [m] int64 host pages
     miss_head: torch.Tensor  # [m] int64
-    miss_device: torch.Tensor  # [m] int64 physical pages
+    miss_row: torch.Tensor  # [m] int64 rows of the device pool
+    miss_sequence: torch.Tensor  # [m] int64 which of the n
+    miss_slot: torch.Tensor  # [m] int64 slot of the working set
+    miss_page: torch.Tensor  # [m] int64 logical page
+    miss_evicted: torch.Tensor  # [m] int64 logical page that was there, NONE where the slot was empty
     missed: int  # misses, those that the cap left out included
 
 
@@ -80,6 +84,7 @@ class TorchSelector:
         scores = torch.stack(each).amax(0)
         wanted = select_pages(scores, tail, config)
         misses = sets.swap_in(layer, rows, wanted, tail, config.fetch_cap_pages, step)
+        device = sets.pages[rows[misses.request], misses.slot]
         attended = wanted
         if misses.left_out:
             resident = sets.slot_of[layer, rows][..., :columns] != NONE
@@ -90,7 +95,11 @@ class TorchSelector:
             attended,
             host_pages[misses.request, misses.page],
             misses.head,
-            sets.pages[rows[misses.request], misses.slot],
+            sets.cells.rows[layer, device, misses.head],
+            misses.request,
+            misses.slot,
+            misses.page,
+            misses.evicted,
             misses.page.numel() + misses.left_out,
         )
 
@@ -108,11 +117,12 @@ class _Args(ctypes.Structure):
         *((name, _INT) for name in ("page_size", "sketch")),
         ("sketch_dims", _POINTER),
         ("scale", ctypes.c_float),
-        *((name, _POINTER) for name in ("q", "summaries", "host_pages", "tail", "rows", "owned")),
+        *((name, _POINTER) for name in ("q", "summaries", "host_pages", "tail", "rows", "owned", "cells")),
         *((name, _POINTER) for name in ("slot_of", "page_of", "last_used")),
         *((name, _POINTER) for name in ("attended", "table", "at")),
         ("table_columns", _INT),
-        *((name, _POINTER) for name in ("miss_host", "miss_head", "miss_device", "missed", "admitted")),
+        *((name, _POINTER) for name in ("misses", "missed", "admitted")),
+        ("miss_stride", _INT),
     )
 
 
@@ -128,7 +138,7 @@ class NativeSelector:
         self._budget = config.budget_pages
         geometry = summaries.geometry
         lanes = sets.pages.shape[0] * geometry.kv_heads
-        self._misses = torch.empty(3, lanes * self._budget, dtype=torch.int64)
+        self._misses = torch.empty(7, lanes * self._budget, dtype=torch.int64)
         self._counts = torch.empty(2, lanes, dtype=torch.int64)
         self._args = _Args(
             kv_heads=geometry.kv_heads,
@@ -143,9 +153,8 @@ class NativeSelector:
             sketch=summaries.dims.numel() if isinstance(summaries, KeySketches) else 0,
             sketch_dims=summaries.dims.data_ptr() if isinstance(summaries, KeySketches) else None,
             owned=sets.pages.data_ptr(),
-            miss_host=self._misses[0].data_ptr(),
-            miss_head=self._misses[1].data_ptr(),
-            miss_device=self._misses[2].data_ptr(),
+            misses=self._misses.data_ptr(),
+            miss_stride=self._misses.shape[1],
             missed=self._counts[0].data_ptr(),
             admitted=self._counts[1].data_ptr(),
         )
@@ -171,13 +180,13 @@ class NativeSelector:
         args.step, args.scale = step, scale
         args.q, args.summaries = q.data_ptr(), self._summaries.table[layer].data_ptr()
         args.host_pages, args.tail, args.rows = host_pages.data_ptr(), tail.data_ptr(), rows.data_ptr()
+        args.cells = sets.cells.rows[layer].data_ptr()
         args.slot_of, args.page_of = sets.slot_of[layer].data_ptr(), sets.page_of[layer].data_ptr()
         args.last_used, args.attended = sets.last_used[layer].data_ptr(), attended.data_ptr()
         args.table, args.at, args.table_columns = table.data_ptr(), at.data_ptr(), table.shape[-1]
         count = self._library.oasis_refresh(ctypes.byref(args), self.DTYPES[q.dtype])
-        host, head, device = self._misses[:, :count]
         missed = int(self._counts[0, : n * heads].sum())
-        return Selection(attended, host, head, device, missed)
+        return Selection(attended, *self._misses[:, :count].unbind(), missed)
 
 
 def create_selector(

@@ -21,9 +21,10 @@ import torch
 
 from oasis_sglang.attention.ops import AttentionOps, TableLayout
 from oasis_sglang.attention.page_table import DecodePlan, sparse_mask
-from oasis_sglang.attention.selector import create_selector
+from oasis_sglang.attention.selector import Selection, create_selector
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.host_pool import HostPool
+from oasis_sglang.memory_pool.prefetcher import Client, Late, Prefetcher
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
@@ -81,9 +82,11 @@ class KVTier:
         ops: AttentionOps,
         chain: int = 1,
         probe: bool = False,
+        spare_pages: int = 0,
     ) -> None:
         """
         Args:
+            spare_pages: pages of the device pool that are kept for copies in flight (see `prefetch_by`).
             chain: tokens that a step computes per sequence: 1, or with speculation the last accepted and its drafts.
             probe: drafts are never accepted; under `wait` they do not choose pages either.
             k_pages, v_pages: the device pool, per layer `[1 + pages, kv_heads, page_size, head_dim]`; page 0 is the
@@ -102,7 +105,8 @@ class KVTier:
         self.sets = WorkingSets(
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
-            device_pages=k_pages[0].shape[0] - 1,
+            device_pages=k_pages[0].shape[0] - 1 - spare_pages,
+            spare_pages=spare_pages,
             rows=rows,
             set_pages=self.set_pages,
             sequence_pages=-(-(context_len + geometry.page_size) // geometry.page_size),
@@ -123,9 +127,16 @@ class KVTier:
         self._new_k, self._new_v = torch.empty(step, dtype=dtype), torch.empty(step, dtype=dtype)
         # (layer, queries, scale) of a chain, until it is known which token was the last accepted
         self._queries: list[tuple[int, torch.Tensor, float]] = []
+        self.prefetcher: Prefetcher | None = None
         self.step = FIRST_STEP
         self.stats = TierStats()
         self.lookahead = LookaheadStats()
+
+    def prefetch_by(self, client: Client) -> None:
+        """Let worker processes bring in what the lookahead chooses."""
+        g = self.geometry
+        rows = self.sets.cells.pool_rows
+        self.prefetcher = Prefetcher(client, self.sets, layers=g.layers, kv_heads=g.kv_heads, pool_rows=rows)
 
     # -- residency ------------------------------------------------------------------------------------------------
 
@@ -147,6 +158,8 @@ class KVTier:
         if self.sets.holds(attempt):
             for layer in range(self.geometry.layers):  # copy, then fence, then free
                 self.transfer.wait(layer)
+            if self.prefetcher is not None:  # it writes to rows that no page table names, so nothing need be waited for
+                self.prefetcher.cancel(*attempt)
         self.sets.release(attempt)
 
     def invalidate(self, host_pages: torch.Tensor) -> None:
@@ -243,9 +256,9 @@ class KVTier:
             used = torch.cat((torch.arange(-1, -room - 1, -1), torch.zeros(1, dtype=torch.int64))) + self.step
         self.sets.place(layer, row, pages, used)
         slots = pages.shape[1]
-        device = self.sets.pages[row, :slots].expand(heads, slots)
         head = self._heads.view(-1, 1).expand(heads, slots)
-        self.transfer.load(layer, sequence.pages[pages].reshape(-1), head.reshape(-1), device.reshape(-1))
+        rows = self.sets.cells.rows[layer, self.sets.pages[row, :slots]].T
+        self.transfer.load(layer, sequence.pages[pages].reshape(-1), head.reshape(-1), rows.reshape(-1))
 
     # -- decode ---------------------------------------------------------------------------------------------------
 
@@ -274,7 +287,7 @@ class KVTier:
         n, heads = rows.numel(), self.geometry.kv_heads
         plan.table = torch.zeros(n, heads, plan.columns, dtype=torch.int64)
         if plan.dense.numel():
-            self._fill_dense(plan, self.sets.pages[rows])
+            self._find_dense(plan)
         plan.layout = TableLayout(plan.tokens, plan.columns, self.geometry.page_size, new, self._new_k.dtype)
         if plan.sparse.numel():
             last = plan.pages[plan.sparse, -1]
@@ -308,22 +321,25 @@ class KVTier:
         if bool((slot == NONE).any()):
             raise RuntimeError("a sequence was decoded whose newest page is not on the device")
         owned = self.sets.pages[plan.rows].view(1, n, 1, -1).expand(layers, n, heads, -1)
-        plan.token_rows = (owned.gather(-1, slot) * heads + self._heads.view(-1, 1)).transpose(2, 3).contiguous()
+        pages = owned.gather(-1, slot)  # [layers, n, heads, new]
+        layer = torch.arange(layers).view(-1, 1, 1, 1)
+        plan.token_rows = self.sets.cells.rows[layer, pages, self._heads.view(-1, 1)].transpose(2, 3).contiguous()
         if plan.new > 1 and plan.sparse.numel():
             spills = plan.pages[plan.sparse, -1] != plan.sparse_tail
             plan.spill_rows = plan.token_rows[:, plan.sparse, -1].masked_fill(~spills.view(1, -1, 1), 0)
 
-    def _fill_dense(self, plan: DecodePlan, pages: torch.Tensor) -> None:
-        """A dense sequence holds page i in slot i for every layer and head, so its table is the same for all layers."""
-        count = min(plan.columns, pages.shape[1])
-        needed = plan.pages[plan.dense, -1] + 1
-        if bool((needed > self.sets.width[plan.rows[plan.dense]]).any()):
+    def _find_dense(self, plan: DecodePlan) -> None:
+        """A dense sequence holds page i in slot i for every layer and head."""
+        pages = self.sets.pages[plan.rows[plan.dense]]
+        needed = (plan.pages[plan.dense, -1] + 1).view(-1, 1)
+        if bool((needed.squeeze(1) > self.sets.width[plan.rows[plan.dense]]).any()):
             raise RuntimeError("a dense sequence has outgrown its working set")
-        held = pages[plan.dense, :count]
-        held = held.masked_fill(torch.arange(count) >= needed.view(-1, 1), 0)
-        heads = self.geometry.kv_heads
-        rows = held.unsqueeze(1) * heads + self._heads.view(1, -1, 1)
-        plan.table[plan.dense, :, :count] = rows.masked_fill(held.unsqueeze(1) == 0, 0)
+        held = pages[:, : min(plan.columns, pages.shape[1])]
+        plan.dense_pages = held.masked_fill(torch.arange(held.shape[1]) >= needed, 0)
+
+    def _rows_of(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Pool rows `[n, kv_heads, columns]` of device pages `[n, columns]`."""
+        return self.sets.cells.rows[layer, pages].transpose(1, 2)
 
     def _require_written(self, plan: DecodePlan) -> None:
         """No page is scored or fetched before its owner wrote it."""
@@ -339,6 +355,10 @@ class KVTier:
         """One layer of a decode step; `q` `[n * t, Hq, D]`, `k` and `v` `[n * t, H, D]`; returns like `q`."""
         tokens = q.shape[0]
         self.transfer.wait(layer)
+        if self.prefetcher is not None:
+            self._go_without(layer, self.prefetcher.land(layer))
+        if plan.dense.numel() and (layer == 0 or self.sets.cells.moved):
+            plan.table[plan.dense, :, : plan.dense_pages.shape[1]] = self._rows_of(layer, plan.dense_pages)
         rows = plan.token_rows[layer].flatten(0, 1)
         self.ops.write_tokens(self._k_lanes[layer], self._v_lanes[layer], rows, plan.offsets.flatten(), k, v)
         self._new_k[layer, :tokens], self._new_v[layer, :tokens] = k, v
@@ -367,7 +387,12 @@ class KVTier:
 
     def _look_ahead(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> None:
         """`skip`: choose and fetch the next step's pages by the queries `[n, any, Hq, D]`."""
-        self._chosen[layer, plan.sparse_rows] = self._refresh(plan, layer, q, scale).to(torch.int32)
+        picked = self._select(plan, layer, q, scale)
+        self._chosen[layer, plan.sparse_rows] = picked.attended.to(torch.int32)
+        if self.prefetcher is None:
+            self.transfer.load(layer, picked.miss_host, picked.miss_head, picked.miss_row)
+        else:
+            self._go_without(layer, self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step))
         if layer == self.geometry.layers - 1:
             self._chosen_tail[plan.sparse_rows] = plan.sparse_tail
 
@@ -390,16 +415,18 @@ class KVTier:
         queries, self._queries = self._queries, []
         for layer, q, scale in queries:
             self._look_ahead(plan, layer, q[sequences, last].unsqueeze(1), scale)
+        if self.prefetcher is not None:
+            self.prefetcher.flush()
 
     def _attend(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         assert plan.layout is not None
         return self.ops.attend(q, self._k_rows[layer], self._v_rows[layer], plan.table, plan.layout, scale)
 
-    def _refresh(
+    def _select(
         self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float, which: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Score pages by the queries, fetch misses up to the cap, and return the pages to attend, all resident. Their
-        places are in `plan.table` then.
+    ) -> Selection:
+        """Score pages by the queries, and make room for misses up to the cap. The maps and `plan.table` say that they
+        are there already.
 
         Args:
             q: `[n, any, Hq, D]`.
@@ -417,11 +444,29 @@ class KVTier:
             plan.table,
             plan.sparse[part],
         )
-        self.transfer.load(layer, picked.miss_host, picked.miss_head, picked.miss_device)
         self.stats.selected += picked.attended.numel()
         self.stats.missed += picked.missed
         self.stats.dropped += picked.missed - picked.miss_host.numel()
+        return picked
+
+    def _refresh(
+        self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float, which: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Select, fetch the misses, and return the pages to attend, all resident."""
+        picked = self._select(plan, layer, q, scale, which)
+        self.transfer.load(layer, picked.miss_host, picked.miss_head, picked.miss_row)
         return picked.attended
+
+    def _go_without(self, layer: int, late: Late | None) -> None:
+        """Put what is resident in the place of chosen pages that did not come in time."""
+        if late is None:
+            return
+        if late.host.size:
+            self.transfer.load(layer, *(torch.from_numpy(x) for x in (late.host, late.host_heads, late.pool_rows)))
+        chosen = self._chosen[layer].numpy()
+        match = chosen[late.rows, late.heads] == late.pages.reshape(-1, 1)
+        piece, column = match.nonzero()
+        chosen[late.rows[piece], late.heads[piece], column] = late.instead[piece]
 
     def _recall(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
         """`skip`: the pages chosen at the end of the last step.
@@ -483,8 +528,12 @@ class KVTier:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def in_flight(self) -> int:
-        return self.transfer.in_flight()
+        return self.transfer.in_flight() + (self.prefetcher.in_flight() if self.prefetcher is not None else 0)
 
     def check_integrity(self) -> None:
         self.sets.check_integrity()
+        if self.prefetcher is not None:
+            self.prefetcher.check_integrity()
+        else:
+            self.sets.cells.check_integrity()
         assert not self._k_lanes[0][: self.geometry.kv_heads].any(), "the reserved page was written"

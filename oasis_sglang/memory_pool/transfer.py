@@ -29,8 +29,8 @@ class TransferEngine(Protocol):
 
     stats: TransferStats
 
-    def load(self, layer: int, host_pages: torch.Tensor, heads: torch.Tensor, device_pages: torch.Tensor) -> None:
-        """Copy piece i from (`host_pages[i]`, `heads[i]`) to (`device_pages[i]`, `heads[i]`); all `[n]` int64."""
+    def load(self, layer: int, host_pages: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy piece i from (`host_pages[i]`, `heads[i]`) to row `rows[i]` of the pool; all `[n]` int64."""
 
     def wait(self, layer: int) -> None:
         """Return once every copy issued for `layer` has landed."""
@@ -57,7 +57,7 @@ class InlineTransfer:
         self.stats = TransferStats()
         self._library = load_library() if k_pages[0].device.type == "cpu" else None
 
-    def load(self, layer: int, host_pages: torch.Tensor, heads: torch.Tensor, device_pages: torch.Tensor) -> None:
+    def load(self, layer: int, host_pages: torch.Tensor, heads: torch.Tensor, rows: torch.Tensor) -> None:
         n = host_pages.numel()
         if n == 0:
             return
@@ -65,7 +65,7 @@ class InlineTransfer:
         k, v = self._k[layer], self._v[layer]
         if self._library is not None:
             # expanded tensors have strides that a pointer does not tell of
-            host_pages, heads, device_pages = host_pages.contiguous(), heads.contiguous(), device_pages.contiguous()
+            host_pages, heads, rows = host_pages.contiguous(), heads.contiguous(), rows.contiguous()
             self._library.oasis_load(
                 n,
                 self._piece_bytes // 2,
@@ -77,13 +77,12 @@ class InlineTransfer:
                 heads.data_ptr(),
                 k.data_ptr(),
                 v.data_ptr(),
-                device_pages.data_ptr(),
+                rows.data_ptr(),
             )
         else:
             pieces = self.host.rows.index_select(0, self.host.row_ids(layer, host_pages, heads))
-            target = device_pages * self.kv_heads + heads
-            k.index_copy_(0, target, pieces[:, 0])
-            v.index_copy_(0, target, pieces[:, 1])
+            k.index_copy_(0, rows, pieces[:, 0])
+            v.index_copy_(0, rows, pieces[:, 1])
         self.stats.pages += n
         self.stats.bytes += n * self._piece_bytes
         self.stats.seconds += time.perf_counter() - start

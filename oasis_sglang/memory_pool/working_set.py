@@ -3,7 +3,7 @@
     request row r owns W physical pages, the same ids in every layer and for every KV head:
 
         pages[r]                 w:   0    1    2   ...  W-1
-                                    [ 17,  4,  90,  ...,  -- ]      physical page in the device pool
+                                    [ 17,  4,  90,  ...,  -- ]      page of the device pool (where it is: `Cells`)
         page_of[layer, r, h]     w:   0    1    2   ...  W-1
                                     [  5, 31,  -1,  ...,  12 ]      logical page it holds for head h, -1 none
         slot_of[layer, r, h]     p:   0    1  ...   5   ...  12
@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from oasis_sglang.memory_pool.cells import Cells
 
 NONE = -1
 # Larger than any step, so that a slot marked with it is never the least recently used.
@@ -37,6 +40,7 @@ class Misses(NamedTuple):
     head: torch.Tensor
     page: torch.Tensor  # logical
     slot: torch.Tensor
+    evicted: torch.Tensor  # logical page that was in the slot, or NONE
     left_out: int  # misses beyond the cap
 
 
@@ -44,11 +48,20 @@ class WorkingSets:
     """Device pages and what they hold. Holds no KV itself."""
 
     def __init__(
-        self, *, layers: int, kv_heads: int, device_pages: int, rows: int, set_pages: int, sequence_pages: int
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        device_pages: int,
+        rows: int,
+        set_pages: int,
+        sequence_pages: int,
+        spare_pages: int = 0,
     ) -> None:
         """
         Args:
-            device_pages: pages that can be owned; physical id 0 is the reserved page and not one of them.
+            device_pages: pages that can be owned; id 0 is the reserved page and not one of them.
+            spare_pages: pages of the pool after those, for copies in flight (`Cells`).
             rows: most requests on the device at once.
             set_pages: W, most pages one request can own.
             sequence_pages: pages of the longest sequence.
@@ -56,6 +69,7 @@ class WorkingSets:
         self.device_pages = device_pages
         self.set_pages = set_pages
         self.sequence_pages = sequence_pages
+        self.cells = Cells(layers=layers, kv_heads=kv_heads, device_pages=device_pages, spare_pages=spare_pages)
         self.pages = torch.zeros(rows, set_pages, dtype=torch.int64)
         self.width = torch.zeros(rows, dtype=torch.int64)
         self.page_of = torch.full((layers, rows, kv_heads, set_pages), NONE, dtype=torch.int32)
@@ -63,7 +77,7 @@ class WorkingSets:
         self.last_used = torch.full((layers, rows, kv_heads, set_pages), PINNED, dtype=torch.int32)
         self._free_pages = list(range(device_pages, 0, -1))
         self._free_rows = list(range(rows - 1, -1, -1))
-        self._generation = [0] * rows
+        self.generations = np.zeros(rows, dtype=np.int64)  # of each row's newest attempt
         self._owned: dict[int, int] = {}  # row -> width
         self.stale_releases = 0
 
@@ -97,11 +111,11 @@ class WorkingSets:
         self.width[row] = pages
         self._owned[row] = pages
         self.last_used[:, row, :, :pages] = NONE
-        self._generation[row] += 1
-        return Attempt(row, self._generation[row])
+        self.generations[row] += 1
+        return Attempt(row, int(self.generations[row]))
 
     def holds(self, attempt: Attempt) -> bool:
-        return attempt.row in self._owned and self._generation[attempt.row] == attempt.generation
+        return attempt.row in self._owned and int(self.generations[attempt.row]) == attempt.generation
 
     def release(self, attempt: Attempt) -> None:
         """Give an attempt's pages back. A second release, or one of a past attempt, is counted and ignored."""
@@ -215,10 +229,10 @@ class WorkingSets:
             self.slot_of[layer, row, head, page] = slot.to(torch.int32)
             used[request, head, slot] = step
         else:
-            request = head = page = slot = torch.empty(0, dtype=torch.int64)
+            request = head = page = slot = evicted = torch.empty(0, dtype=torch.int64)
         self.last_used[layer, rows] = used
         left_out = int(missing.sum()) - page.numel()
-        return Misses(request, head, page, slot, left_out)
+        return Misses(request, head, page, slot, evicted, left_out)
 
     def fill_table(
         self,
@@ -233,14 +247,13 @@ class WorkingSets:
 
         Args:
             pages: `[n, heads, k]` logical pages. tail: `[n]`.
-            table: `[any, heads, more than k]`; row `at[i]` gets the pool rows (physical page x heads + head) of
-                `pages[i]`, then of the tail.
+            table: `[any, heads, more than k]`; row `at[i]` gets the pool rows of `pages[i]`, then of the tail.
         """
         n, heads, count = pages.shape
         wanted = torch.cat((pages, tail.view(n, 1, 1).expand(n, heads, 1)), dim=-1)
         slots = self.slot_of[layer, rows].gather(-1, wanted).long()
-        physical = self.pages[rows].unsqueeze(1).expand(n, heads, -1).gather(-1, slots)
-        table[at, :, : count + 1] = physical * heads + torch.arange(heads).view(1, -1, 1)
+        owned = self.pages[rows].unsqueeze(1).expand(n, heads, -1).gather(-1, slots)
+        table[at, :, : count + 1] = self.cells.rows[layer, owned, torch.arange(heads).view(1, -1, 1)]
 
     # -- invariants -----------------------------------------------------------------------------------------------
 

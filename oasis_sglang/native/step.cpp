@@ -69,7 +69,8 @@ struct Args {
     const int64_t *host_pages;  // [sequences, columns]
     const int64_t *tail;        // [sequences] the page being written; pages before it are candidates
     const int64_t *rows;        // [sequences]
-    const int64_t *owned;       // [rows, set_pages] physical pages
+    const int64_t *owned;       // [rows, set_pages] device pages
+    const int64_t *cells;       // this layer's [device pages, kv_heads] pool rows
     int32_t *slot_of;           // this layer's [rows, kv_heads, sequence_pages]
     int32_t *page_of;           // this layer's [rows, kv_heads, set_pages]
     int32_t *last_used;         // this layer's [rows, kv_heads, set_pages]
@@ -77,12 +78,14 @@ struct Args {
     int64_t *table;             // out, or null: page table [?, kv_heads, table_columns] of pool rows
     const int64_t *at;          // [sequences] which row of `table` is whose
     int64_t table_columns;
-    int64_t *miss_host;         // out [sequences * kv_heads * budget], packed
-    int64_t *miss_head;         // out, packed
-    int64_t *miss_device;       // out, packed
+    int64_t *misses;            // out [MISS_FIELDS, miss_stride], packed; miss_stride >= sequences * kv_heads * budget
     int64_t *missed;            // out [sequences * kv_heads] misses, those left out included
     int64_t *admitted;          // out [sequences * kv_heads]
+    int64_t miss_stride;
 };
+
+// Of each miss: host page, KV head, pool row, sequence, slot, logical page, and the page that was in the slot or NONE.
+constexpr int64_t MISS_FIELDS = 7;
 
 // What one thread works in; kept between calls. Functions get it as an argument, since each use of a thread_local's name
 // is a call.
@@ -406,15 +409,14 @@ void task(const Args &a, int64_t i, int64_t head) {
         auto older = [&](int32_t x, int32_t y) { return used[x] != used[y] ? used[x] < used[y] : x < y; };
         std::partial_sort(victims.begin(), victims.begin() + count, victims.end(), older);
         for (int64_t m = 0; m < count; ++m) {
-            const int32_t page = misses[m], slot = victims[m];
-            if (page_of[slot] != NONE) slot_of[page_of[slot]] = NONE;
+            const int32_t page = misses[m], slot = victims[m], evicted = page_of[slot];
+            if (evicted != NONE) slot_of[evicted] = NONE;
             page_of[slot] = page;
             slot_of[page] = slot;
             used[slot] = step;
-            const int64_t out = lane * a.budget + m;
-            a.miss_host[out] = a.host_pages[i * a.columns + page];
-            a.miss_head[out] = head;
-            a.miss_device[out] = a.owned[row * a.set_pages + slot];
+            const int64_t pool_row = a.cells[a.owned[row * a.set_pages + slot] * heads + head];
+            const int64_t fields[MISS_FIELDS] = {a.host_pages[i * a.columns + page], head, pool_row, i, slot, page, evicted};
+            for (int64_t f = 0; f < MISS_FIELDS; ++f) a.misses[f * a.miss_stride + lane * a.budget + m] = fields[f];
         }
     }
     int64_t *attended = a.attended + lane * a.budget;
@@ -434,8 +436,8 @@ void task(const Args &a, int64_t i, int64_t head) {
     if (a.table) {
         int64_t *table = a.table + (a.at[i] * heads + head) * a.table_columns;
         const int64_t *owned = a.owned + row * a.set_pages;
-        for (int64_t k = 0; k < a.budget; ++k) table[k] = owned[slot_of[attended[k]]] * heads + head;
-        table[a.budget] = owned[slot_of[tail]] * heads + head;
+        for (int64_t k = 0; k < a.budget; ++k) table[k] = a.cells[owned[slot_of[attended[k]]] * heads + head];
+        table[a.budget] = a.cells[owned[slot_of[tail]] * heads + head];
     }
 }
 
@@ -459,22 +461,21 @@ int64_t oasis_refresh(const Args *args, int32_t dtype) {
     for (int64_t lane = 0; lane < a.sequences * a.kv_heads; ++lane) {
         for (int64_t m = 0; m < a.admitted[lane]; ++m, ++total) {
             const int64_t from = lane * a.budget + m;
-            a.miss_host[total] = a.miss_host[from];
-            a.miss_head[total] = a.miss_head[from];
-            a.miss_device[total] = a.miss_device[from];
+            for (int64_t f = 0; f < MISS_FIELDS; ++f)
+                a.misses[f * a.miss_stride + total] = a.misses[f * a.miss_stride + from];
         }
     }
     return total;
 }
 
 // Copies (page, head) pieces of `width` bytes for K and the same for V. On the host a piece is K and V back to back, in
-// `[pages, layers, heads]` order; on the device K and V are apart, in `[pages, heads]` order.
+// `[pages, layers, heads]` order; on the device K and V are apart, each a row of the pool.
 void oasis_load(int64_t count, int64_t width, int64_t layers, int64_t layer, int64_t heads, const uint8_t *host,
-                const int64_t *host_pages, const int64_t *head, uint8_t *k, uint8_t *v, const int64_t *device_pages) {
+                const int64_t *host_pages, const int64_t *head, uint8_t *k, uint8_t *v, const int64_t *rows) {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < count; ++i) {
         const uint8_t *piece = host + ((host_pages[i] * layers + layer) * heads + head[i]) * 2 * width;
-        const int64_t at = (device_pages[i] * heads + head[i]) * width;
+        const int64_t at = rows[i] * width;
         std::memcpy(k + at, piece, width);
         std::memcpy(v + at, piece + width, width);
     }

@@ -38,6 +38,7 @@ class Harness:
         seed: int = 0,
         chain: int = 1,
         probe: bool = False,
+        spare_pages: int = 0,
     ) -> None:
         self.config = config.validate()
         page = config.page_size
@@ -54,9 +55,10 @@ class Harness:
         self.dtype = dtype
         self.query_heads = kv_heads * group
         self.scale = head_dim**-0.5
-        shape = (device_pages + 1, kv_heads, page, head_dim)
-        self.k_pages = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(layers)]
-        self.v_pages = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(layers)]
+        # [layers, K and V, pages, ...] in one piece, as workers map it
+        pool = torch.full((layers, 2, device_pages + spare_pages + 1, kv_heads, page, head_dim), torch.nan, dtype=dtype)
+        self.pool = pool
+        self.k_pages, self.v_pages = list(pool[:, 0].unbind()), list(pool[:, 1].unbind())
         for x in (*self.k_pages, *self.v_pages):
             x[0] = 0
         self.tier = KVTier(
@@ -71,6 +73,7 @@ class Harness:
             ops=create_cpu_ops(),
             chain=chain,
             probe=probe,
+            spare_pages=spare_pages,
         )
         self.tier.host.kv[1:].fill_(torch.nan)
         table = self.tier.summaries.table[:, kv_heads:]

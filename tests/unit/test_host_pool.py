@@ -124,7 +124,8 @@ def test_scrambled_device_pages_come_back_byte_for_byte(dtype: torch.dtype) -> N
     before = [x.view(torch.uint8).clone() for x in (*k_pages, *v_pages)]
     transfer = InlineTransfer(host, k_pages, v_pages)
     named = [(4, 0, 8), (4, 2, 8), (1, 1, 3), (6, 0, 1)]  # host page, head, device page
-    transfer.load(1, *(torch.tensor(column) for column in zip(*named, strict=True)))
+    host_pages, heads, device_pages = (torch.tensor(column) for column in zip(*named, strict=True))
+    transfer.load(1, host_pages, heads, device_pages * HEADS + heads)
     transfer.wait(1)
     assert transfer.in_flight() == 0
     for host_page, head, device_page in named:
@@ -174,6 +175,7 @@ def _resident_shared() -> int:
 
 def test_memory_is_taken_when_written_and_returned_on_close() -> None:
     """C48: a server that restarts its pool must not keep the last one; an unused pool costs nothing."""
+    gc.collect()  # pools of earlier tests
     before, open_before = _resident_shared(), len(os.listdir("/proc/self/fd"))
     host = HostPool(2000, geometry(page=64), torch.float32)
     assert host.nbytes == (2000 + RESERVED_PAGES) * 64 * LAYERS * HEADS * 2 * DIM * 4

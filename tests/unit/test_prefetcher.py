@@ -1,0 +1,236 @@
+"""Pages brought in behind the steps' backs: whatever becomes of a plan, a step attends to whole pages (contracts 3-5).
+
+The workers are one object here, which copies when a test says so, never, or by halves.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oasis_sglang.config import OasisConfig
+from tests.unit import oracle
+from tests.unit.harness import Harness, Sequence
+
+
+class Ended(NamedTuple):
+    sequence: int
+    status: str
+
+
+class Courier:
+    """A client of workers that are slow, lossy or idle, by the moods in the hat."""
+
+    def __init__(self, harness: Harness, moods: list[str], seed: int) -> None:
+        self.harness, self.moods, self.random = harness, moods, random.Random(seed)
+        self.waiting: dict[int, tuple[str, np.ndarray, np.ndarray]] = {}
+        self.submitted = 0
+        self.cancelled: list[tuple[int, int]] = []
+        self.attempts: list[list[tuple[int, int, int]]] = []
+
+    def submit(self, attempts, source_ids, target_ids, *, step, first_layer, end_layer):  # type: ignore[no-untyped-def]
+        assert sum(count for _, _, count in attempts) == len(source_ids) == len(target_ids) > 0
+        assert 0 <= first_layer < end_layer <= self.harness.geometry.layers
+        mood = self.random.choice(self.moods)
+        if mood == "full":
+            return None
+        self.submitted += 1
+        self.attempts.append(list(attempts))
+        self.waiting[self.submitted] = (mood, source_ids.copy(), target_ids.copy())
+        self._write(source_ids, target_ids, spoil=True)  # it has begun
+        return self.submitted
+
+    def _write(self, source: np.ndarray, target: np.ndarray, *, spoil: bool) -> None:
+        g, pool = self.harness.geometry, self.harness.pool
+        halves = pool.view(-1, g.page_size, g.head_dim)
+        stride = halves.shape[0] // (2 * g.layers)
+        pieces = self.harness.tier.host.kv.view(-1, 2, g.page_size, g.head_dim)
+        for s, t in zip(source.tolist(), target.tolist(), strict=True):
+            halves[t] = torch.nan if spoil else pieces[s, 0]
+            halves[t + stride] = torch.nan if spoil else pieces[s, 1]
+
+    def poll(self) -> list[Ended]:
+        ends = []
+        for sequence, (mood, source, target) in list(self.waiting.items()):
+            if mood == "never" or (mood == "slow" and self.random.random() < 0.9):
+                continue
+            del self.waiting[sequence]
+            if mood == "lost":
+                ends.append(Ended(sequence, "lost"))
+                continue
+            self._write(source, target, spoil=False)
+            ends.append(Ended(sequence, "done"))
+        return ends
+
+    def cancel(self, attempt: tuple[int, int]) -> None:
+        self.cancelled.append(attempt)
+
+    def give_up(self) -> None:
+        """The workers that never answered are gone for certain."""
+        self.waiting = {k: ("lost", *rest) for k, (_, *rest) in self.waiting.items()}
+
+
+def watched(harness: Harness) -> dict[int, tuple[torch.Tensor, ...]]:
+    """What `fill_table` is told last, by layer: rows, pages, tails."""
+    seen: dict[int, tuple[torch.Tensor, ...]] = {}
+    fill = harness.tier.sets.fill_table
+
+    def spy(layer, rows, pages, tail, table, at):  # type: ignore[no-untyped-def]
+        seen[layer] = (rows.clone(), pages.clone(), tail.clone())
+        fill(layer, rows, pages, tail, table, at)
+
+    harness.tier.sets.fill_table = spy  # type: ignore[method-assign]
+    return seen
+
+
+def check_step(harness: Harness, running: list[Sequence], seen: dict[int, tuple[torch.Tensor, ...]], page: int) -> None:
+    """One step; every sparse sequence attends to as many different pages as the budget has, whole, from the host."""
+    seen.clear()
+    queries, outputs = harness.decode(running)
+    for layer, output in enumerate(outputs):
+        assert bool(torch.isfinite(output).all())
+        rows, pages, tails = seen.get(layer, (torch.empty(0), torch.empty(0), torch.empty(0)))
+        for row, chosen, tail in zip(rows.tolist(), pages, tails.tolist(), strict=True):
+            at = next(i for i, s in enumerate(running) if s.attempt.row == row)
+            s = running[at]
+            k, v = oracle.sequence(harness.tier.host, layer, s.pages, s.tokens)
+            ks, vs = [], []
+            for head, mine in enumerate(chosen.tolist()):
+                assert len(set(mine)) == harness.config.budget_pages
+                assert max(mine) < tail
+                lanes = [t for p in [*mine, tail] for t in range(p * page, min((p + 1) * page, s.tokens))]
+                ks.append(k[lanes, head])
+                vs.append(v[lanes, head])
+            expected = oracle.attention(queries[layer][at].double(), torch.stack(ks), torch.stack(vs), harness.scale)
+            torch.testing.assert_close(output[at].double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_becomes_of_plans(data: st.DataObject) -> None:
+    """Contracts 3, 4 and 5: plans done, slow, refused, lost with their worker, or never ended, requests coming and
+    leaving in between; steps attend to whole pages, and no row of the pool gets lost."""
+    page = 4
+    budget = data.draw(st.integers(2, 5), "budget pages")
+    config = OasisConfig(
+        page_size=page,
+        token_budget=budget * page,
+        slack_ratio=data.draw(st.sampled_from([0.0, 0.5]), "slack"),
+        fetch_ratio=data.draw(st.sampled_from([0.4, 1.0]), "fetch"),
+        miss_policy="skip",
+    )
+    seed = data.draw(st.integers(0, 99), "seed")
+    harness = Harness(
+        config, layers=4, group=1, host_pages=120, device_pages=3 * config.max_set_pages, rows=3,
+        context_len=40 * page, seed=seed, spare_pages=data.draw(st.integers(1, 12), "spare"),
+    )  # fmt: skip
+    moods = data.draw(st.lists(st.sampled_from(["done", "slow", "lost", "never", "full"]), min_size=1), "moods")
+    courier = Courier(harness, moods, seed)
+    harness.tier.prefetch_by(courier)
+    seen = watched(harness)
+    running: list[Sequence] = []
+    for _ in range(data.draw(st.integers(1, 8), "rounds")):
+        if len(running) < 3 and data.draw(st.booleans(), "join"):
+            s = harness.admit(30 * page)
+            if s is not None:
+                harness.extend(s, data.draw(st.sampled_from([3, budget + 1, budget + 3, 14]), "prompt") * page - 1)
+                running.append(s)
+        elif running and data.draw(st.integers(0, 3), "leave") == 0:
+            harness.drop(running.pop(data.draw(st.integers(0, len(running) - 1), "which")))
+        for _ in range(data.draw(st.integers(1, 7), "steps") if running else 0):
+            if max(s.tokens for s in running) >= 28 * page:
+                break
+            check_step(harness, running, seen, page)
+        if data.draw(st.integers(0, 3), "lost") == 0:
+            courier.give_up()
+        harness.tier.check_integrity()
+    for s in running:
+        harness.drop(s)
+    courier.give_up()
+    assert harness.tier.in_flight() == 0
+    harness.tier.check_integrity()
+    assert harness.tier.sets.cells.lent() == 0
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    assert stats.used + stats.wasted <= stats.issued
+
+
+def running_harness(moods: list[str], **more: int) -> tuple[Harness, Courier, Sequence]:
+    config = OasisConfig(page_size=4, token_budget=16, slack_ratio=0.5, miss_policy="skip")
+    harness = Harness(config, layers=4, group=1, device_pages=16, rows=2, **{"spare_pages": 8, **more})
+    courier = Courier(harness, moods, 0)
+    harness.tier.prefetch_by(courier)
+    s = harness.admit(200)
+    assert s is not None
+    harness.extend(s, 60)
+    return harness, courier, s
+
+
+def test_a_plan_done_in_time_is_used() -> None:
+    harness, courier, s = running_harness(["done"])
+    before = harness.tier.transfer.stats.pages
+    for _ in range(8):
+        harness.decode([s])
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    assert harness.tier.transfer.stats.pages == before, "nothing was copied by the step itself"
+    assert harness.tier.in_flight() == 0
+    assert stats.issued > 0
+    assert stats.used == stats.issued
+    assert stats.late == stats.wasted == stats.dropped == 0
+    assert courier.attempts[0][0][:2] == tuple(s.attempt)
+
+
+def test_a_completion_after_its_request_left_changes_nothing() -> None:
+    """Contract 4, made certain: the copy ends when the row has its next request already."""
+    harness, courier, s = running_harness(["never"])
+    harness.decode([s])
+    assert courier.waiting
+    harness.drop(s)
+    assert courier.cancelled == [tuple(s.attempt)]
+    other = harness.admit(200)
+    assert other is not None
+    assert other.attempt.row == s.attempt.row
+    harness.extend(other, 60)
+    maps = [x.clone() for x in (harness.tier.sets.page_of, harness.tier.sets.slot_of, harness.tier.sets.cells.rows)]
+    courier.waiting = {k: ("done", *rest) for k, (_, *rest) in courier.waiting.items()}
+    assert harness.tier.in_flight() == 0
+    now = (harness.tier.sets.page_of, harness.tier.sets.slot_of, harness.tier.sets.cells.rows)
+    assert all(torch.equal(a, b) for a, b in zip(maps, now, strict=True))
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    assert (stats.used, stats.wasted) == (0, stats.issued)
+    harness.tier.check_integrity()
+
+
+@pytest.mark.parametrize("spare", [0, 8])
+def test_without_spare_rows_or_workers_resident_pages_do(spare: int) -> None:
+    """Contract 5: nothing can be sent for; steps go on, and what was dropped is counted."""
+    harness, _, s = running_harness(["full"], spare_pages=spare)
+    seen = watched(harness)
+    for _ in range(6):
+        check_step(harness, [s], seen, 4)
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    assert stats.issued == 0
+    assert stats.dropped > 0
+    assert harness.tier.sets.cells.lent() == 0
+
+
+def test_a_stopped_worker_keeps_its_rows_until_it_is_gone() -> None:
+    """Contract 4: memory lent to a process that may still write is not used for anything else."""
+    harness, courier, s = running_harness(["never"])
+    seen = watched(harness)
+    for _ in range(10):
+        check_step(harness, [s], seen, 4)
+    lent = harness.tier.sets.cells.lent()
+    assert lent > 0
+    for _, (_, source, target) in courier.waiting.items():
+        courier._write(source, target, spoil=True)  # it writes after all
+    check_step(harness, [s], seen, 4)
+    courier.give_up()
+    harness.tier.in_flight()
+    assert harness.tier.sets.cells.lent() < lent
+    harness.tier.check_integrity()
