@@ -186,7 +186,8 @@ class NativeSelector:
         args.table, args.at, args.table_columns = table.data_ptr(), at.data_ptr(), table.shape[-1]
         count = self._library.oasis_refresh(ctypes.byref(args), self.DTYPES[q.dtype])
         missed = int(self._counts[0, : n * heads].sum())
-        return Selection(attended, *self._misses[:, :count].unbind(), missed)
+        host, head, pool_row, sequence, slot, page, evicted = self._misses[:, :count]
+        return Selection(attended, host, head, pool_row, sequence, slot, page, evicted, missed)
 
 
 def create_selector(
