@@ -11,6 +11,8 @@ from pathlib import Path
 from oasis_sglang import __version__
 from oasis_sglang.speculative.draft import command as train_draft
 
+MIN_INTERVAL, MAX_INTERVAL = 0.1, 3600.0  # seconds between two readings of `oasis top`
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
@@ -54,7 +56,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     train_draft.add_arguments(train)
     train.set_defaults(run=_train_draft)
+
+    top = commands.add_parser(
+        "top",
+        help="watch a running server: pools, hits and misses, transfers, prefetch workers",
+        description="A live view of a running server, made of its metrics: start it with --kv-backend oasis "
+        "--enable-metrics. Rates come from the differences between two readings. Ctrl-C leaves.",
+    )
+    top.add_argument("--url", type=_url, default="http://127.0.0.1:30000", help="the server (default: %(default)s)")
+    top.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="S", help="seconds between readings (default: %(default)s)"
+    )
+    top.add_argument("--once", action="store_true", help="print one frame, an interval after the start, and exit")
+    top.set_defaults(run=_top)
     return parser
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"must begin with http:// or https://, not {text!r}")
+    return text.rstrip("/")
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not MIN_INTERVAL <= seconds <= MAX_INTERVAL:
+        raise argparse.ArgumentTypeError(f"must be {MIN_INTERVAL:g} to {MAX_INTERVAL:,.0f} seconds, not {text!r}")
+    return seconds
 
 
 def _model(arguments: argparse.Namespace) -> int:
@@ -90,6 +121,12 @@ def _train_draft(arguments: argparse.Namespace) -> int:
     from oasis_sglang.speculative.draft.command import run
 
     return run(arguments)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from oasis_sglang.top.command import run
+
+    return run(arguments.url, arguments.interval, arguments.once)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from oasis_sglang import coordinator
@@ -59,6 +60,8 @@ COUNTERS = {
     "oasis_stale_releases_total": ("stale_releases_total", "Releases of working sets that were already released."),
 }
 
+REFRESH_SECONDS = 0.5
+
 DECODE_LOGGER = "sglang.srt.managers.scheduler_components.metrics_reporter"
 
 
@@ -78,8 +81,10 @@ class Exporter:
             key: Counter(f"sglang:{name}", text, names).labels(**labels) for name, (key, text) in COUNTERS.items()
         }
         self._seen: dict[str, float] = dict.fromkeys(self._counters, 0)
+        self.updated = 0.0
 
     def update(self, state: dict[str, Any]) -> None:
+        self.updated = time.monotonic()
         for key, gauge in self._gauges.items():
             gauge.set(state[key])
         for key, counter in self._counters.items():
@@ -99,6 +104,13 @@ def publish(labels: dict[str, str]) -> None:
     if _exporter is None:
         _exporter = Exporter(labels)
     _exporter.update(active.state())
+
+
+def refresh() -> None:
+    """Bring the metrics up to date between SGLang's own times, which may be 40 steps apart; called at every step."""
+    active = coordinator.active()
+    if active is not None and _exporter is not None and time.monotonic() - _exporter.updated >= REFRESH_SECONDS:
+        _exporter.update(active.state())
 
 
 class DecodeLogParts(logging.Filter):

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
-from oasis_sglang import coordinator
+from oasis_sglang import coordinator, metrics
 from oasis_sglang.attention.page_table import DecodePlan
 from oasis_sglang.memory_pool.tier import ExtendSequence
 
@@ -58,6 +58,7 @@ class OasisAttnBackend(AttentionBackend):
             raise NotImplementedError(f"the oasis backend does not run forward mode {mode.name}")
 
     def _plan_decode(self, batch: ForwardBatch, new: int) -> DecodePlan:
+        metrics.refresh()
         indices = batch.req_pool_indices
         rows = self.coordinator.rows(indices)
         seq_lens = batch.seq_lens.to(torch.int64)
