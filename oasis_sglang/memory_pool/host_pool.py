@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-
 import torch
 
+from oasis_sglang.memory_pool.shared_memory import SharedMemory
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 
 # Page 0 is SGLang's padding page: its allocator never hands it out and padded rows read it.
@@ -19,9 +17,7 @@ class HostPool:
     K and V of one (page, layer, head) are one contiguous piece, so that bringing it to the device is a single copy.
     A slot is the index SGLang's allocator hands out; its page is `slot // page_size`.
 
-    The memory is an anonymous file (`memfd_create`): worker processes can map it through its descriptor, it needs no
-    room in `/dev/shm` (64 MB in many containers), and it disappears with the last process that maps it, however that
-    process ends. Pages of memory are taken when first written.
+    The memory is a `SharedMemory`, so that worker processes can map it.
     """
 
     def __init__(self, pages: int, geometry: PoolGeometry, dtype: torch.dtype) -> None:
@@ -40,17 +36,15 @@ class HostPool:
         g = geometry
         shape = (pages + RESERVED_PAGES, g.layers, g.kv_heads, 2, g.page_size, g.head_dim)
         self.nbytes = (pages + RESERVED_PAGES) * g.page_size * g.token_bytes
-        self._fd = os.memfd_create("oasis-host-pool", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, self.nbytes)
-        self._map = mmap.mmap(self._fd, self.nbytes)
-        self.kv = torch.frombuffer(self._map, dtype=self.store_dtype).view(shape)
+        self._memory = SharedMemory.create("oasis-host-pool", self.nbytes)
+        self.kv = self._memory.tensor(self.store_dtype).view(shape)
         # Tokens written per page, so that nothing reads a page beyond what its owner wrote.
         self.fill = torch.zeros(pages + RESERVED_PAGES, dtype=torch.int32)
 
     @property
     def fd(self) -> int:
         """Descriptor of the shared memory, for processes that map it."""
-        return self._fd
+        return self._memory.fd
 
     @property
     def rows(self) -> torch.Tensor:
@@ -143,7 +137,6 @@ class HostPool:
         self.fill.zero_()
 
     def close(self) -> None:
-        """Give the memory back. Tensors over it must be gone."""
+        """Give the memory back, once the last tensor over it is gone too."""
         del self.kv
-        self._map.close()
-        os.close(self._fd)
+        self._memory.close()

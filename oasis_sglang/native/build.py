@@ -83,16 +83,29 @@ def compile_library() -> Path:
 
 
 @functools.cache
+def library_path() -> Path | None:
+    """Where the library lies, for processes that load it themselves; None where there is none (logged once)."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return None
+    try:
+        return compile_library()
+    except (OSError, RuntimeError) as error:
+        logger.warning("Oasis runs decode steps in torch alone, which is slower: %s", error)
+        return None
+
+
+@functools.cache
 def load_library() -> ctypes.CDLL | None:
     """The library, or None where it is switched off or cannot be built (logged once)."""
-    if os.environ.get(SWITCH, "1") == "0":
+    path = library_path()
+    if path is None:
         return None
     # torch must come first: the library's OpenMP then is torch's, with one pool of threads for both.
     import torch  # noqa: F401
 
     try:
-        library = ctypes.CDLL(str(compile_library()))
-    except (OSError, RuntimeError) as error:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
         logger.warning("Oasis runs decode steps in torch alone, which is slower: %s", error)
         return None
     number, address = ctypes.c_int64, ctypes.c_void_p

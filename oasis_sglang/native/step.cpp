@@ -481,6 +481,19 @@ void oasis_load(int64_t count, int64_t width, int64_t layers, int64_t layer, int
     }
 }
 
+// The same for a prefetch worker, which knows pieces and halves by number only: piece `source_ids[i]` of the source goes to
+// the halves `target_ids[i]` (K) and `target_ids[i] + value_stride` (V) of the target. In one thread: workers are
+// processes, and as many as the user wants cores to be busy.
+void oasis_copy_pieces(int64_t count, int64_t width, int64_t value_stride, const uint8_t *source,
+                       const int64_t *source_ids, uint8_t *target, const int64_t *target_ids) {
+    for (int64_t i = 0; i < count; ++i) {
+        const uint8_t *piece = source + source_ids[i] * 2 * width;
+        uint8_t *k = target + target_ids[i] * width;
+        std::memcpy(k, piece, width);
+        std::memcpy(k + value_stride * width, piece + width, width);
+    }
+}
+
 // Gathers the pool rows of a page table `[sequences, heads, columns]` into `k_out` and `v_out`, `width` bytes a row, and
 // empties the lanes of each sequence's last page that hold no token.
 void oasis_gather(int64_t sequences, int64_t heads, int64_t columns, int64_t width, int64_t page_size,

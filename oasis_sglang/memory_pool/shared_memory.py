@@ -1,0 +1,56 @@
+"""Memory that other processes can map."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+
+class SharedMemory:
+    """An anonymous file (`memfd_create`), mapped.
+
+    Worker processes map it through its descriptor, it needs no room in `/dev/shm` (64 MB in many containers), and it
+    disappears with the last process that maps it, however that process ends. Pages of memory are taken when first
+    written; until then they read as zeros.
+    """
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self._fd = fd
+        self._map = memory
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> SharedMemory:
+        """
+        Args:
+            name: what `/proc/<pid>/maps` shows; need not be unique.
+
+        Raises:
+            OSError: no memory or no descriptor to be had.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            return cls(fd, mmap.mmap(fd, nbytes))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def fd(self) -> int:
+        """Descriptor, for processes that map it; closed on exec unless it is passed on."""
+        return self._fd
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._map)
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as one flat tensor."""
+        return torch.frombuffer(self._map, dtype=dtype)
+
+    def close(self) -> None:
+        """Give the memory back, once the last tensor over it is gone too."""
+        del self._map  # not closed: torch takes no hold of the mapping, and a tensor left over would crash the process
+        os.close(self._fd)
