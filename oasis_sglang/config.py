@@ -12,7 +12,10 @@ import msgspec
 MissPolicy = Literal["wait", "skip"]
 SummaryName = Literal["sketch", "minmax"]
 PredictorName = Literal["previous", "draft", "none"]
-TransferName = Literal["inline"]
+TransferName = Literal["inline", "workers"]
+
+# One page in so many of the device pool is spare where workers copy.
+SPARE_DIVISOR = 16
 
 
 class ConfigError(ValueError):
@@ -43,8 +46,9 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         dense_layers: the first layers that attend to the whole sequence, read from the host pool.
         min_sparse_len: sequences shorter than this stay dense whatever the budget.
         debug_attention_mass: with `skip`, now and then measure the attention mass that the attended pages hold; slow.
-        prefetch_workers: worker processes per rank; 0 with `transfer: inline`.
-        transfer: `inline` copies in the rank process.
+        transfer: `inline` copies in the rank process; `workers` lets worker processes bring in what the lookahead
+            chooses, while the rank process computes.
+        prefetch_workers: worker processes per rank; where not given 1 with `transfer: workers`, none with `inline`.
     """
 
     token_budget: int = 2048
@@ -62,7 +66,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     summary: SummaryName = "sketch"
     probe: bool = False
     debug_attention_mass: bool = False
-    prefetch_workers: int = 0
+    prefetch_workers: int | None = None
     transfer: TransferName = "inline"
 
     @property
@@ -86,6 +90,17 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     @property
     def fetch_is_capped(self) -> bool:
         return self.fetch_cap_pages < self.budget_pages
+
+    @property
+    def workers(self) -> int:
+        """Worker processes per rank."""
+        if self.prefetch_workers is None:
+            return int(self.transfer == "workers")
+        return self.prefetch_workers
+
+    def spare_pages(self, device_pages: int) -> int:
+        """Pages of the device pool that are kept for copies in flight."""
+        return max(device_pages // SPARE_DIVISOR, 1) if self.workers else 0
 
     @property
     def sparse_set_pages(self) -> int:
@@ -119,7 +134,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"token_budget={self.token_budget} is not a multiple of page_size={page}; use {lower} or {lower + page}"
             )
         for name in ("sink_tokens", "recent_tokens", "dense_layers", "min_sparse_len", "prefetch_workers"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         if self.sink_pages + self.recent_pages >= self.budget_pages:
             raise ConfigError(
@@ -140,6 +155,10 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.transfer == "inline" and self.prefetch_workers:
             raise ConfigError(
                 f"prefetch_workers={self.prefetch_workers} has no effect with transfer='inline'; use prefetch_workers=0"
+            )
+        if self.transfer == "workers" and self.prefetch_workers == 0:
+            raise ConfigError(
+                "prefetch_workers=0 leaves transfer='workers' nobody to copy; use 1, or transfer='inline'"
             )
         return self
 

@@ -16,6 +16,7 @@ from oasis_sglang.memory_pool.sizing import PoolGeometry, PoolPlan
 
 if TYPE_CHECKING:
     from oasis_sglang.attention.page_table import DecodePlan
+    from oasis_sglang.memory_pool.prefetch.supervisor import Workers
     from oasis_sglang.memory_pool.tier import KVTier
     from oasis_sglang.memory_pool.working_set import Attempt
 
@@ -36,8 +37,9 @@ class Setup(NamedTuple):
 class Coordinator:
     """Ties request rows of SGLang (`req_pool_idx`) to attempts on the device."""
 
-    def __init__(self, tier: KVTier, setup: Setup) -> None:
+    def __init__(self, tier: KVTier, setup: Setup, workers: Workers | None = None) -> None:
         self.tier = tier
+        self.workers = workers
         self.setup = setup
         self._attempts: dict[int, Attempt] = {}
         self._prompts: dict[int, int] = {}  # tokens that the request of a row came with
@@ -195,6 +197,30 @@ class Coordinator:
             "accepted_tokens_total": stats.accepted_tokens,
             "stale_releases_total": tier.sets.stale_releases,
             "transfers_in_flight": tier.in_flight(),
+            **self._prefetch_state(),
+        }
+
+    def _prefetch_state(self) -> dict[str, Any]:
+        prefetcher, workers = self.tier.prefetcher, self.workers
+        if prefetcher is None or workers is None:
+            return {}
+        pages, plans = prefetcher.stats, prefetcher.client.stats
+        return {
+            "prefetch_issued_pages_total": pages.issued,
+            "prefetch_used_pages_total": pages.used,
+            "prefetch_late_pages_total": pages.late,
+            "prefetch_wasted_pages_total": pages.wasted,
+            "prefetch_dropped_pages_total": pages.dropped,
+            "prefetch_dropped_plans_total": plans.plans_dropped,
+            "prefetch_stale_completions_total": plans.stale_completions,
+            "prefetch_bad_messages_total": plans.bad_messages + workers.bad_messages,
+            "prefetch_copied_bytes_total": plans.bytes,
+            "prefetch_copy_seconds_total": plans.copy_seconds,
+            "prefetch_worker_restarts_total": workers.restarts,
+            "prefetch_queued_plans": prefetcher.client.outstanding,
+            "prefetch_workers": workers.count,
+            "prefetch_workers_ready": len(workers.ready()),
+            "prefetch_worker_pids": [workers.pid(i) for i in range(workers.count)],
         }
 
 
@@ -216,9 +242,9 @@ def take_setup() -> Setup:
     return setup
 
 
-def start(tier: KVTier, setup: Setup) -> Coordinator:
+def start(tier: KVTier, setup: Setup, workers: Workers | None = None) -> Coordinator:
     global _active
-    _active = Coordinator(tier, setup)
+    _active = Coordinator(tier, setup, workers)
     logger.info(setup.plan.describe())
     return _active
 

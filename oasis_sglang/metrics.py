@@ -27,6 +27,37 @@ GAUGES = {
     "oasis_working_sets": ("working_sets", "Requests that own device pages."),
     "oasis_transfers_in_flight": ("transfers_in_flight", "Copies between the pools that have not landed."),
 }
+# With `transfer: workers` alone.
+WORKER_GAUGES = {
+    "oasis_prefetch_queued_plans": ("prefetch_queued_plans", "Prefetch plans under way or waiting in workers."),
+    "oasis_prefetch_workers": ("prefetch_workers", "Prefetch workers of this rank, as configured."),
+    "oasis_prefetch_workers_ready": ("prefetch_workers_ready", "Those that take plans now."),
+}
+WORKER_COUNTERS = {
+    "oasis_prefetch_issued_pages_total": ("prefetch_issued_pages_total", "Page pieces planned for workers to copy."),
+    "oasis_prefetch_used_pages_total": ("prefetch_used_pages_total", "Those that landed in time."),
+    "oasis_prefetch_late_pages_total": ("prefetch_late_pages_total", "Those that a step had to do without."),
+    "oasis_prefetch_wasted_pages_total": (
+        "prefetch_wasted_pages_total",
+        "Those copied after all, late or for a request that had left.",
+    ),
+    "oasis_prefetch_dropped_pages_total": (
+        "prefetch_dropped_pages_total",
+        "Page pieces that were not planned: no worker took the plan, or no spare page was left.",
+    ),
+    "oasis_prefetch_dropped_plans_total": ("prefetch_dropped_plans_total", "Plans that no worker took."),
+    "oasis_prefetch_stale_completions_total": (
+        "prefetch_stale_completions_total",
+        "Completions of plans that were over already; ignored.",
+    ),
+    "oasis_prefetch_bad_messages_total": ("prefetch_bad_messages_total", "Frames that were no message; ignored."),
+    "oasis_prefetch_worker_restarts_total": (
+        "prefetch_worker_restarts_total",
+        "Workers that replaced lost ones.",
+    ),
+    "oasis_prefetch_copied_bytes_total": ("prefetch_copied_bytes_total", "Bytes that workers copied."),
+    "oasis_prefetch_copy_seconds_total": ("prefetch_copy_seconds_total", "Seconds they took, summed over workers."),
+}
 COUNTERS = {
     "oasis_selected_pages_total": (
         "selected_pages_total",
@@ -68,17 +99,18 @@ DECODE_LOGGER = "sglang.srt.managers.scheduler_components.metrics_reporter"
 class Exporter:
     """Sets the metrics from the coordinator's state. Counters advance by what the totals grew."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
+    def __init__(self, labels: dict[str, str], *, workers: bool = False) -> None:
         # prometheus_client reads its multi-process settings when it is imported, which SGLang prepares first.
         from prometheus_client import Counter, Gauge
 
         names = list(labels)
         self._gauges = {
             key: Gauge(f"sglang:{name}", text, names, multiprocess_mode="mostrecent").labels(**labels)
-            for name, (key, text) in GAUGES.items()
+            for name, (key, text) in (GAUGES | (WORKER_GAUGES if workers else {})).items()
         }
         self._counters = {
-            key: Counter(f"sglang:{name}", text, names).labels(**labels) for name, (key, text) in COUNTERS.items()
+            key: Counter(f"sglang:{name}", text, names).labels(**labels)
+            for name, (key, text) in (COUNTERS | (WORKER_COUNTERS if workers else {})).items()
         }
         self._seen: dict[str, float] = dict.fromkeys(self._counters, 0)
         self.updated = 0.0
@@ -102,7 +134,7 @@ def publish(labels: dict[str, str]) -> None:
     if active is None:
         return
     if _exporter is None:
-        _exporter = Exporter(labels)
+        _exporter = Exporter(labels, workers=active.workers is not None)
     _exporter.update(active.state())
 
 

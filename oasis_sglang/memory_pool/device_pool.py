@@ -9,7 +9,11 @@ import torch
 from oasis_sglang import coordinator
 from oasis_sglang.attention.native_ops import create_cpu_ops
 from oasis_sglang.memory_pool.hnd_pool import HndPool
+from oasis_sglang.memory_pool.prefetch.client import PrefetchClient
+from oasis_sglang.memory_pool.prefetch.supervisor import Workers
+from oasis_sglang.memory_pool.shared_memory import SharedMemory
 from oasis_sglang.memory_pool.tier import KVTier
+from oasis_sglang.native.build import library_path
 
 
 class OasisKVPool(HndPool):
@@ -23,6 +27,7 @@ class OasisKVPool(HndPool):
     def __init__(self, size: int, **kwargs: Any) -> None:
         setup = coordinator.take_setup()
         self.setup = setup
+        self._shared: SharedMemory | None = None
         if size != setup.plan.host_tokens:
             raise RuntimeError(f"SGLang built a KV pool of {size} tokens, planned were {setup.plan.host_tokens}")
         super().__init__(size, **kwargs)
@@ -41,8 +46,31 @@ class OasisKVPool(HndPool):
             ops=create_cpu_ops(),
             chain=setup.chain,
             probe=setup.config.probe,
+            spare_pages=setup.plan.spare_pages,
         )
-        coordinator.start(self.tier, setup)
+        self.workers = self._start_workers() if setup.config.workers else None
+        coordinator.start(self.tier, setup, self.workers)
+
+    def _start_workers(self) -> Workers:
+        """Worker processes between the host pool and this one."""
+        g = self.setup.geometry
+        assert self._shared is not None
+        workers = Workers(
+            self.setup.config.workers,
+            self.tier.host.fd,
+            self._shared.fd,
+            width=g.page_size * g.head_dim * g.itemsize,
+            value_stride=self.tier.sets.cells.pool_rows,
+            library=library_path(),
+        )
+        self.tier.prefetch_by(PrefetchClient(workers))
+        return workers
+
+    def _storage(self, nbytes: int) -> torch.Tensor:
+        if not self.setup.config.workers:
+            return super()._storage(nbytes)
+        self._shared = SharedMemory.create("oasis-device-pool", nbytes)
+        return self._shared.tensor(torch.uint8)
 
     def buffer_tokens(self) -> int:
         return self.setup.plan.device_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ class HndPool(MHATokenToKVPool):
         """Tokens that the buffers hold, the reserved page aside."""
         return int(self.size)
 
+    def _storage(self, nbytes: int) -> torch.Tensor:
+        """Zeros `[nbytes]` uint8 for all buffers together."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
     def _create_buffers(self) -> None:
         pages = self.buffer_tokens() // self.page_size + RESERVED_PAGES
-        shape = (pages, self.head_num, self.page_size, self.head_dim)
+        shape = (self.layer_num, 2, pages, self.head_num, self.page_size, self.head_dim)
+        storage = self._storage(math.prod(shape) * self.store_dtype.itemsize).view(self.store_dtype).view(shape)
         self.k_scale_buffer = self.v_scale_buffer = None
         self.native_k_scale_buffer = self.native_v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
-        self.k_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
-        self.v_buffer = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
+        self.k_buffer, self.v_buffer = list(storage[:, 0].unbind()), list(storage[:, 1].unbind())
         self._kv_buffer_descs: list[Any] = []
         self._init_data_ptrs_and_strides()

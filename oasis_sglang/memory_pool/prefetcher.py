@@ -14,7 +14,7 @@ that nobody reads, until it is certain that it is gone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,12 +29,21 @@ LAYERS_PER_PLAN = 3
 class End(Protocol):
     """What became of a plan."""
 
-    sequence: int
-    status: str
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def status(self) -> str: ...
 
 
 class Client(Protocol):
     """`PrefetchClient`, as far as it is used here."""
+
+    @property
+    def stats(self) -> Any: ...
+
+    @property
+    def outstanding(self) -> int: ...
 
     def submit(
         self,
@@ -102,7 +111,7 @@ class Prefetcher:
         Args:
             pool_rows: rows of one layer's K (or V) in the memory that the workers write to, `[layers, 2, rows, ...]`.
         """
-        self._client, self._sets = client, sets
+        self.client, self._sets = client, sets
         self._layers, self._kv_heads, self._pool_rows = layers, kv_heads, pool_rows
         self._gathered: list[_Pieces] = []  # not sent yet
         self._plans: dict[int, list[_Pieces]] = {}
@@ -168,7 +177,7 @@ class Prefetcher:
         source = np.concatenate([(x.host * self._layers + x.layer) * self._kv_heads + x.heads for x in gathered])
         target = np.concatenate([x.lent + 2 * x.layer * self._pool_rows for x in gathered])
         layers = [x.layer for x in gathered]
-        sequence = self._client.submit(
+        sequence = self.client.submit(
             attempts, source, target, step=self._step, first_layer=min(layers), end_layer=max(layers) + 1
         )
         if sequence is None:
@@ -184,7 +193,7 @@ class Prefetcher:
 
     def poll(self) -> None:
         """Put in their places what has been copied since the last call."""
-        for end in self._client.poll():
+        for end in self.client.poll():
             for pieces in self._plans.pop(end.sequence, ()):
                 keep = pieces.waiting & self._current(pieces) if end.status == "done" else np.zeros_like(pieces.waiting)
                 device = self._owned[pieces.rows[keep], pieces.slots[keep]]
@@ -218,7 +227,7 @@ class Prefetcher:
 
     def cancel(self, row: int, generation: int) -> None:
         """An attempt has been released: what is on its way for it need not be copied."""
-        self._client.cancel((row, generation))
+        self.client.cancel((row, generation))
 
     # -- undoing --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from oasis_sglang.config import OasisConfig
+from oasis_sglang.config import SPARE_DIVISOR, OasisConfig
 
 GIB = 1 << 30
 # Left alone for everything else on the machine; SGLang's own host-pool sizing keeps back 10 GiB, which would refuse a
@@ -52,6 +52,7 @@ class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int
     summary_bytes: int
     draft_bytes: int
+    spare_pages: int  # of the device pool, for copies in flight
     local_ranks: int
 
     def describe(self) -> str:
@@ -113,7 +114,9 @@ def plan_pools(
         host = max(host, sequence)
     device, host = device // page * page, host // page * page
 
+    spare = config.spare_pages(device // page)
     need = set_pages + 1
+    need += config.spare_pages(need * SPARE_DIVISOR // (SPARE_DIVISOR - 1) + 1) if spare else 0
     if device // page < need:
         raise ValueError(
             f"The device pool of {device} tokens (--max-total-tokens={max_total_tokens}) cannot hold one request's "
@@ -136,6 +139,7 @@ def plan_pools(
         device_bytes=(device + page) * token,
         summary_bytes=(host // page + 1) * geometry.summary_page_bytes,
         draft_bytes=(host + page) * draft_token_bytes,
+        spare_pages=spare,
         local_ranks=local_ranks,
     )
     per_rank, what = plan.host_bytes, "host pools need"

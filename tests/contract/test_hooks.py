@@ -236,7 +236,7 @@ def test_everything_overridden_exists_in_the_base() -> None:
     from oasis_sglang.memory_pool.device_pool import OasisKVPool
     from oasis_sglang.memory_pool.hnd_pool import HndPool
 
-    ours = {"_plan_decode", "_plan_extend", "_layer_index", "buffer_tokens"}
+    ours = {"_plan_decode", "_plan_extend", "_layer_index", "buffer_tokens", "_storage", "_start_workers"}
     pools = ((OasisKVPool, MHATokenToKVPool), (HndPool, MHATokenToKVPool))
     for mine, base in ((OasisAttnBackend, AttentionBackend), *pools):
         for name, value in vars(mine).items():

@@ -43,9 +43,19 @@ def test_nothing_given_is_the_defaults(source: Any) -> None:
         "predictor": "previous",
         "dense_layers": 0,
         "min_sparse_len": 0,
-        "prefetch_workers": 0,
+        "prefetch_workers": None,
         "transfer": "inline",
     }
+
+
+def test_workers_take_a_part_of_the_device_pool() -> None:
+    """A worker writes only to pages that no request owns."""
+    assert [OasisConfig(**given).workers for given in (
+        {}, {"transfer": "workers"}, {"transfer": "workers", "prefetch_workers": 3}
+    )] == [0, 1, 3]  # fmt: skip
+    assert OasisConfig().spare_pages(1600) == 0
+    assert OasisConfig(transfer="workers").spare_pages(1600) == 100
+    assert OasisConfig(transfer="workers").spare_pages(7) == 1
 
 
 def test_pages_derived_by_hand() -> None:
@@ -181,7 +191,7 @@ def test_wrong_types_name_key_and_value(key: str, value: Any) -> None:
     [
         ("miss_policy", ("wait", "skip")),
         ("predictor", ("previous", "draft", "none")),
-        ("transfer", ("inline",)),
+        ("transfer", ("inline", "workers")),
         ("summary", ("sketch", "minmax")),
     ],
 )
@@ -211,6 +221,10 @@ def test_choices_are_listed(key: str, choices: tuple[str, ...]) -> None:
         ({"min_sparse_len": -1}, "min_sparse_len=-1"),
         ({"prefetch_workers": -1}, "prefetch_workers=-1"),
         ({"prefetch_workers": 2}, "prefetch_workers=2 has no effect with transfer='inline'"),
+        (
+            {"transfer": "workers", "prefetch_workers": 0},
+            "prefetch_workers=0 leaves transfer='workers' nobody to copy; use 1",
+        ),
         ({"token_budget": 64, "sink_tokens": 32, "recent_tokens": 17}, "sink_tokens=32 and recent_tokens=17 fill"),
         ({"token_budget": 16, "sink_tokens": 1}, "fill the whole token_budget=16"),
         ({"slack_ratio": -0.1}, "slack_ratio=-0.1"),

@@ -27,6 +27,12 @@ class Ended(NamedTuple):
 class Courier:
     """A client of workers that are slow, lossy or idle, by the moods in the hat."""
 
+    stats = None
+
+    @property
+    def outstanding(self) -> int:
+        return len(self.waiting)
+
     def __init__(self, harness: Harness, moods: list[str], seed: int) -> None:
         self.harness, self.moods, self.random = harness, moods, random.Random(seed)
         self.waiting: dict[int, tuple[str, np.ndarray, np.ndarray]] = {}

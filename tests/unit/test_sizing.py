@@ -49,6 +49,20 @@ def test_bytes_by_hand() -> None:
     assert sizes.summary_bytes == (6_000 + 1) * 23_040
 
 
+def test_spare_pages_come_out_of_the_device_pool() -> None:
+    """Copies in flight land in a sixteenth of it; what is left must still hold a working set, which the error says."""
+    config = OasisConfig(transfer="workers")
+    sizes = plan(config, max_total_tokens=24_000)
+    assert (sizes.device_tokens, sizes.spare_pages) == (24_000, 93)
+    with pytest.raises(ValueError, match="cannot hold one request's working set") as error:
+        plan(config, max_total_tokens=2_640)
+    least = int(re.findall(r"--max-total-tokens (\d+) or more", str(error.value))[0])
+    assert plan(config, max_total_tokens=least).device_tokens == least
+    with pytest.raises(ValueError, match="cannot hold"):
+        plan(config, max_total_tokens=least - 32)
+    assert plan(OasisConfig(), max_total_tokens=2_640).spare_pages == 0
+
+
 @pytest.mark.parametrize("host_size_gb", [4.0, 14.0])
 def test_four_ranks_within_the_limit(host_size_gb: float) -> None:
     """C31: sizes are per rank; together, all ranks of the machine stay within its memory less the reserve."""
