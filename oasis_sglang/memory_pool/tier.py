@@ -383,6 +383,10 @@ class KVTier:
             self._queries.append((layer, q, scale))
         elif not wait and predictor != "none":
             self._look_ahead(plan, layer, q, scale)
+        elif wait and predictor == "draft" and self.probe and plan.new > 1 and self.prefetcher is not None:
+            # The next step's token is the first draft, if that is right. The step itself needs nothing of this.
+            picked = self._select(plan, layer, q[:, 1:2], scale, counted=False)
+            self._go_without(layer, self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step))
         return out.flatten(0, 1)
 
     def _look_ahead(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> None:
@@ -423,7 +427,13 @@ class KVTier:
         return self.ops.attend(q, self._k_rows[layer], self._v_rows[layer], plan.table, plan.layout, scale)
 
     def _select(
-        self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float, which: torch.Tensor | None = None
+        self,
+        plan: DecodePlan,
+        layer: int,
+        q: torch.Tensor,
+        scale: float,
+        which: torch.Tensor | None = None,
+        counted: bool = True,
     ) -> Selection:
         """Score pages by the queries, and make room for misses up to the cap. The maps and `plan.table` say that they
         are there already.
@@ -444,9 +454,10 @@ class KVTier:
             plan.table,
             plan.sparse[part],
         )
-        self.stats.selected += picked.attended.numel()
-        self.stats.missed += picked.missed
-        self.stats.dropped += picked.missed - picked.miss_host.numel()
+        if counted:
+            self.stats.selected += picked.attended.numel()
+            self.stats.missed += picked.missed
+            self.stats.dropped += picked.missed - picked.miss_host.numel()
         return picked
 
     def _refresh(
@@ -463,6 +474,8 @@ class KVTier:
             return
         if late.host.size:
             self.transfer.load(layer, *(torch.from_numpy(x) for x in (late.host, late.host_heads, late.pool_rows)))
+        if not self._chosen.numel():  # `wait` chooses anew
+            return
         chosen = self._chosen[layer].numpy()
         match = chosen[late.rows, late.heads] == late.pages.reshape(-1, 1)
         piece, column = match.nonzero()

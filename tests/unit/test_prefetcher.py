@@ -240,3 +240,35 @@ def test_a_stopped_worker_keeps_its_rows_until_it_is_gone() -> None:
     harness.tier.in_flight()
     assert harness.tier.sets.cells.lent() < lent
     harness.tier.check_integrity()
+
+
+@pytest.mark.parametrize("moods", [["done"], ["slow", "lost"], ["never"], ["full"]])
+def test_wait_is_exact_whatever_drafts_prefetch(moods: list[str]) -> None:
+    """Contracts 1 and 5: with `wait` a draft's query only warms the device; attention is top-K by the token's own."""
+    config = OasisConfig(page_size=4, token_budget=16, slack_ratio=0.5, predictor="draft", probe=True)
+    harness = Harness(
+        config, layers=3, group=1, device_pages=20, rows=2, chain=2, probe=True, spare_pages=6, seed=3
+    )  # fmt: skip
+    courier = Courier(harness, moods, 0)
+    harness.tier.prefetch_by(courier)
+    s = harness.admit(200)
+    assert s is not None
+    harness.extend(s, 60)
+    for _ in range(12):
+        at = s.tokens
+        for layer, (q, k, v, out) in enumerate(harness.verify([s], [1])):
+            keys, values = oracle.sequence(harness.tier.host, layer, s.pages, at)
+            keys = torch.cat((keys, k[0, :1].double()))
+            values = torch.cat((values, v[0, :1].double()))
+            chosen = oracle.top_pages(q[0, 0].double(), keys, at + 1, config, harness.scale)
+            ks, vs = [], []
+            for head, mine in enumerate(chosen):
+                lanes = [t for p in [*mine, at // 4] for t in range(p * 4, min((p + 1) * 4, at + 1))]
+                ks.append(keys[lanes, head])
+                vs.append(values[lanes, head])
+            expected = oracle.attention(q[0, 0].double(), torch.stack(ks), torch.stack(vs), harness.scale)
+            torch.testing.assert_close(out[0, 0].double(), expected, atol=1e-5, rtol=1e-4)
+        harness.tier.check_integrity()
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    if moods == ["done"]:
+        assert stats.used > 0
