@@ -227,12 +227,14 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "sglan
 """
 
 
-def test_a_worker_loads_neither_torch_nor_sglang_nor_cuda() -> None:
+def test_a_worker_loads_neither_torch_nor_sglang_nor_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+    monkeypatch.setenv("LD_PRELOAD", "memory_saver.so")
     with Rig(library=LIBRARY) as rig:
         rig.submit([1], [1])
         rig.wait()
+        assert b"LD_PRELOAD" not in Path(f"/proc/{rig.pid()}/environ").read_bytes()
         maps = Path(f"/proc/{rig.pid()}/maps").read_text()
         assert "oasis-test" in maps, "this is the process that maps the memories"
         assert (LIBRARY is None) or (str(LIBRARY) in maps)
