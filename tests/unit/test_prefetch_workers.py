@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from oasis_sglang.memory_pool.prefetch.messages import MAX_FRAME_BYTES, Completion, Plan, encode, pack_ids
+from oasis_sglang.memory_pool.prefetch.messages import (
+    MAX_FRAME_BYTES,
+    Completion,
+    Plan,
+    Share,
+    encode,
+    pack_ids,
+    pack_shares,
+)
 from oasis_sglang.memory_pool.prefetch.supervisor import Workers
 from oasis_sglang.native.build import library_path
 from tests.unit.prefetch_rig import PATIENCE, PIECES, SLOTS, WIDTH, Memories, Rig, until
@@ -161,6 +169,22 @@ def _push(endpoint: str, frames: list[bytes]) -> zmq.Socket:
     return socket
 
 
+def test_a_completion_that_cannot_be_sent_is_kept() -> None:
+    """A plan ends while no client is connected; its report is there when one comes."""
+    with Rig() as rig:
+        endpoints = rig.workers.endpoints(rig.workers.generation(0))
+        assert endpoints is not None
+        plan = Plan(10_000, 1, 0, 1, pack_shares([Share(0, 1, 1)]), pack_ids([6]), pack_ids([7]))
+        socket = _push(endpoints.plans, [encode(plan)])
+        until(lambda: rig.memories.holds(7, 6))
+        socket.close()
+        time.sleep(0.1)
+        rig.submit([3], [4])
+        (end,) = rig.wait()
+        assert end.sequence != 10_000
+        until(lambda: not rig.poll() and rig.client.stats.stale_completions == 1)
+
+
 @pytest.mark.parametrize("end", ["worker", "watch"])
 def test_junk_is_counted_and_harmless(end: str) -> None:
     with Rig() as rig:
@@ -227,12 +251,14 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "sglan
 """
 
 
-def test_a_worker_loads_neither_torch_nor_sglang_nor_cuda() -> None:
+def test_a_worker_loads_neither_torch_nor_sglang_nor_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     run = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+    monkeypatch.setenv("LD_PRELOAD", "memory_saver.so")
     with Rig(library=LIBRARY) as rig:
         rig.submit([1], [1])
         rig.wait()
+        assert b"LD_PRELOAD" not in Path(f"/proc/{rig.pid()}/environ").read_bytes()
         maps = Path(f"/proc/{rig.pid()}/maps").read_text()
         assert "oasis-test" in maps, "this is the process that maps the memories"
         assert (LIBRARY is None) or (str(LIBRARY) in maps)

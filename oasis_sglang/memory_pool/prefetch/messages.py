@@ -5,8 +5,8 @@ A frame is two bytes of magic, the version, the kind of message, and the message
     byte   0    1    2        3      4 ...
          [ O ][ P ][version][kind][ fields, an array ]
 
-Arrays travel as the bytes of little-endian int64. A list would be a trap: a few damaged bytes can claim billions of
-elements, for which the decoder would make room before it looks for them.
+Arrays travel as the bytes of little-endian int64: numpy takes them as they are, where a list would make
+an object of every number.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ class WorkerProcess:
 def _environment() -> dict[str, str]:
     """The worker imports the package that runs here, and numpy starts no thread for every core."""
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("LD_PRELOAD", None)  # what a server preloads, a memory saver for one, brings CUDA with it
     # Where it is installed it is found; and installed packages put first would hide parts of the standard library.
     if PACKAGE_PARENT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         path = (PACKAGE_PARENT, environment.get("PYTHONPATH"))
