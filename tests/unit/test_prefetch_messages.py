@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasis_sglang.memory_pool.prefetch.messages import (
@@ -57,11 +57,13 @@ def reason_of(frame: bytes) -> str:
     return caught.value.reason
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(messages)
 def test_every_message_comes_back(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(messages)
 def test_a_frame_of_another_version_or_kind_says_so(message: Message) -> None:
     frame = encode(message)
@@ -72,6 +74,7 @@ def test_a_frame_of_another_version_or_kind_says_so(message: Message) -> None:
     assert reason_of(frame + b"\x00") == "malformed"
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(messages, st.data())
 def test_a_cut_frame_is_malformed(message: Message, data: st.DataObject) -> None:
     frame = encode(message)
@@ -114,6 +117,7 @@ def test_frames_are_bounded_on_both_sides() -> None:
     assert reason_of(encode(Stop())[:HEADER_BYTES] + bytes(MAX_FRAME_BYTES)) == "malformed"
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)))
 def test_ids_come_back(ids: list[int]) -> None:
     assert unpack_ids(pack_ids(ids)).tolist() == ids
@@ -128,6 +132,7 @@ def test_ids_of_a_strided_tensor_come_back() -> None:
         unpack_ids(bytes(9))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.builds(Share, counts, counts, counts)))
 def test_shares_come_back(shares: list[Share]) -> None:
     assert unpack_shares(pack_shares(shares)) == shares
