@@ -211,6 +211,7 @@ class Coordinator:
             "prefetch_late_pages_total": pages.late,
             "prefetch_wasted_pages_total": pages.wasted,
             "prefetch_dropped_pages_total": pages.dropped,
+            "prefetch_rank_seconds_total": pages.seconds,
             "prefetch_dropped_plans_total": plans.plans_dropped,
             "prefetch_stale_completions_total": plans.stale_completions,
             "prefetch_bad_messages_total": plans.bad_messages + workers.bad_messages,

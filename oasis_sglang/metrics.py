@@ -45,6 +45,10 @@ WORKER_COUNTERS = {
         "prefetch_dropped_pages_total",
         "Page pieces that were not planned: no worker took the plan, or no spare page was left.",
     ),
+    "oasis_prefetch_rank_seconds_total": (
+        "prefetch_rank_seconds_total",
+        "Seconds the rank process spent on planning and on what landed.",
+    ),
     "oasis_prefetch_dropped_plans_total": ("prefetch_dropped_plans_total", "Plans that no worker took."),
     "oasis_prefetch_stale_completions_total": (
         "prefetch_stale_completions_total",

@@ -13,14 +13,18 @@ that nobody reads, until it is certain that it is gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from oasis_sglang.attention.selector import Selection
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
+
+P, R = ParamSpec("P"), TypeVar("R")
 
 #: Layers whose plans are sent together: a message costs as much as copying a dozen pieces.
 LAYERS_PER_PLAN = 3
@@ -70,6 +74,7 @@ class PrefetchStats:
         self.late = 0  # the step went on without them
         self.wasted = 0  # copied, but late, or for a request that had left
         self.dropped = 0  # no worker or no spare row could be had
+        self.seconds = 0.0  # of the rank process, in all of this
 
 
 class Late(NamedTuple):
@@ -103,6 +108,20 @@ class _Pieces(NamedTuple):
         return _Pieces(self.layer, *(x[which] for x in self[1:]))
 
 
+def _timed(method: Callable[Concatenate[Prefetcher, P], R]) -> Callable[Concatenate[Prefetcher, P], R]:
+    """Counts the time that a step spends in a method."""
+
+    @functools.wraps(method)
+    def timed(self: Prefetcher, *args: P.args, **kwargs: P.kwargs) -> R:
+        start = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.stats.seconds += time.perf_counter() - start
+
+    return timed
+
+
 class Prefetcher:
     """For one thread, the one that runs the steps."""
 
@@ -123,6 +142,7 @@ class Prefetcher:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
+    @_timed
     def plan(self, layer: int, rows: torch.Tensor, picked: Selection, step: int) -> Late | None:
         """Have a selection's misses brought in; the maps say that they are there already.
 
@@ -160,11 +180,15 @@ class Prefetcher:
             self._gathered.append(pieces)
             self._of_layer[layer].append(pieces)
             if len(self._gathered) >= LAYERS_PER_PLAN:
-                self.flush()
+                self._send()
         return late
 
+    @_timed
     def flush(self) -> None:
         """Send what has been gathered. Pieces that no worker takes count as late when their layer comes up."""
+        self._send()
+
+    def _send(self) -> None:
         gathered, self._gathered = self._gathered, []
         if not gathered:
             return
@@ -205,6 +229,7 @@ class Prefetcher:
                     self.stats.wasted += int((~keep).sum())
                     self._of_layer[pieces.layer] = [x for x in self._of_layer[pieces.layer] if x is not pieces]
 
+    @_timed
     def land(self, layer: int) -> Late | None:
         """Before a step uses a layer's maps: whatever has not landed for it is late, and undone."""
         if not self._of_layer[layer]:
