@@ -114,7 +114,7 @@ def show(results: dict[str, Any], arguments: argparse.Namespace, report: Report)
     medians = results["medians"]
     report.table(
         f"Prefetch, {results['workload']}, budget {arguments.budget:,}, fetch ratio {arguments.fetch_ratio:g}",
-        ("transfer", "tokens/s", "rank process: fetching, ms/step", "pieces/step", "late", "dropped", "workers: ms/step"),
+        ("transfer", "tokens/s", "rank: fetch ms/step", "pieces/step", "late", "dropped", "workers: ms/step"),
         [
             (
                 variant["label"], medians[name]["tokens_per_second"], medians[name]["rank_ms_per_step"],
@@ -123,7 +123,7 @@ def show(results: dict[str, Any], arguments: argparse.Namespace, report: Report)
             )
             for name, variant in results["variants"].items()
         ],
-        caption="Medians over the rounds.",
+        caption="Medians over the rounds. Rank: what fetching costs the rank process.",
     )  # fmt: skip
     inline, workers = medians["inline"], medians["workers"]
     saved = 1 - workers["rank_ms_per_step"] / inline["rank_ms_per_step"]

@@ -24,7 +24,8 @@ import torch
 from oasis_sglang.attention.selector import Selection
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Layers whose plans are sent together: a message costs as much as copying a dozen pieces.
 LAYERS_PER_PLAN = 3
