@@ -27,8 +27,9 @@ class Cells:
         self._rows = self.rows.numpy()
         spare = np.arange(1 + device_pages, 1 + device_pages + spare_pages)
         stack = spare * kv_heads + np.arange(kv_heads).reshape(-1, 1)
-        self._spare = np.broadcast_to(stack, (layers, kv_heads, spare_pages)).copy()
-        self._count = np.full((layers, kv_heads), spare_pages)
+        # Stacks of rows that are not lent: `[layers, kv_heads, spare_pages]`, the first `left` each.
+        self.spare = np.broadcast_to(stack, (layers, kv_heads, spare_pages)).copy()
+        self.left = np.full((layers, kv_heads), spare_pages, dtype=np.int64)
         self._kv_heads = kv_heads
         self.pool_rows = (1 + device_pages + spare_pages) * kv_heads
         #: Whether any cell is elsewhere than at first: until then all layers are alike.
@@ -38,19 +39,19 @@ class Cells:
         """A spare row for each of `heads` `[n]`, -1 where there is none left."""
         lent = np.full(heads.shape, -1, dtype=np.int64)
         for head in range(self._kv_heads):
-            at = np.flatnonzero(heads == head)[: self._count[layer, head]]
-            left = self._count[layer, head] - at.size
-            lent[at] = self._spare[layer, head, left : left + at.size]
-            self._count[layer, head] = left
+            at = np.flatnonzero(heads == head)[: self.left[layer, head]]
+            left = self.left[layer, head] - at.size
+            lent[at] = self.spare[layer, head, left : left + at.size]
+            self.left[layer, head] = left
         return lent
 
     def give_back(self, layer: int, heads: np.ndarray, rows: np.ndarray) -> None:
         """Rows `[n]` that were lent for `heads` and hold nothing that anyone reads."""
         for head in range(self._kv_heads):
             back = rows[heads == head]
-            count = self._count[layer, head]
-            self._spare[layer, head, count : count + back.size] = back
-            self._count[layer, head] = count + back.size
+            count = self.left[layer, head]
+            self.spare[layer, head, count : count + back.size] = back
+            self.left[layer, head] = count + back.size
 
     def adopt(self, layer: int, pages: np.ndarray, heads: np.ndarray, rows: np.ndarray) -> None:
         """Put the lent `rows` in the place of the cells (`pages`, `heads`), distinct `[n]`, whose own rows become
@@ -62,7 +63,7 @@ class Cells:
 
     def lent(self) -> int:
         """Rows lent at this moment."""
-        return self._spare.size - int(self._count.sum())
+        return self.spare.size - int(self.left.sum())
 
     def check_integrity(self, lent: dict[tuple[int, int], list[int]] | None = None) -> None:
         """Raise AssertionError unless every row is a cell, spare or lent, and in one place only.
@@ -73,7 +74,7 @@ class Cells:
         layers, _, heads = self._rows.shape
         for layer in range(layers):
             for head in range(heads):
-                spare = self._spare[layer, head, : self._count[layer, head]].tolist()
+                spare = self.spare[layer, head, : self.left[layer, head]].tolist()
                 rows = sorted(self._rows[layer, :, head].tolist() + spare + (lent or {}).get((layer, head), []))
                 assert rows == list(range(head, self.pool_rows, heads)), f"rows of layer {layer}, head {head} lost"
             assert self._rows[layer, 0].tolist() == list(range(heads)), "the reserved page has moved"

@@ -23,12 +23,13 @@ import torch
 
 from oasis_sglang.attention.selector import Selection
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
+from oasis_sglang.native.build import load_library
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Layers whose plans are sent together: a message costs as much as copying a dozen pieces.
-LAYERS_PER_PLAN = 3
+LAYERS_PER_PLAN = 5
 
 
 class End(Protocol):
@@ -91,22 +92,19 @@ class Late(NamedTuple):
     pool_rows: np.ndarray
 
 
+# Of each piece: working-set row and generation of its attempt, KV head, slot, logical page, the page evicted for it or
+# NONE, its host page, its spare row or -1, and whether the maps still count on it.
+ROW, GENERATION, HEAD, SLOT, PAGE, EVICTED, HOST, LENT, WAITING = range(9)
+
+
 class _Pieces(NamedTuple):
-    """One layer of a plan; parallel `[n]` int64."""
+    """One layer of a plan; `data` is `[9, n]` int64."""
 
     layer: int
-    rows: np.ndarray
-    generations: np.ndarray
-    heads: np.ndarray
-    slots: np.ndarray
-    pages: np.ndarray
-    evicted: np.ndarray
-    host: np.ndarray
-    lent: np.ndarray  # spare rows
-    waiting: np.ndarray  # bool: the maps still count on it
+    data: np.ndarray
 
     def part(self, which: np.ndarray) -> _Pieces:
-        return _Pieces(self.layer, *(x[which] for x in self[1:]))
+        return _Pieces(self.layer, self.data[:, which])
 
 
 def _timed(method: Callable[Concatenate[Prefetcher, P], R]) -> Callable[Concatenate[Prefetcher, P], R]:
@@ -138,6 +136,7 @@ class Prefetcher:
         self._of_layer: list[list[_Pieces]] = [[] for _ in range(layers)]
         self._page_of, self._slot_of = sets.page_of.numpy(), sets.slot_of.numpy()
         self._owned = sets.pages.numpy()
+        self._library = load_library() if sets.page_of.device.type == "cpu" else None
         self._step = 0
         self.stats = PrefetchStats()
 
@@ -157,32 +156,49 @@ class Prefetcher:
         count = picked.miss_page.numel()
         if not count:
             return None
-        mine = rows.numpy()[picked.miss_sequence.numpy()]
-        heads = picked.miss_head.numpy().copy()
-        pieces = _Pieces(
-            layer,
-            mine,
-            self._sets.generations[mine],
-            heads,
-            picked.miss_slot.numpy().copy(),
-            picked.miss_page.numpy().copy(),
-            picked.miss_evicted.numpy().copy(),
-            picked.miss_host.numpy().copy(),
-            self._sets.cells.lend(layer, heads),
-            np.ones(count, dtype=bool),
-        )
-        without = pieces.lent < 0
+        pieces = _Pieces(layer, np.empty((WAITING + 1, count), dtype=np.int64))
+        lent = self._lend(pieces, rows, picked)
         late = None
-        if without.any():
-            self.stats.dropped += int(without.sum())
-            late = self._undo(pieces.part(without))
-            pieces = pieces.part(~without)
-        if pieces.rows.size:
+        if lent < count:  # those without a spare row are the last
+            self.stats.dropped += count - lent
+            late = self._undo(_Pieces(layer, pieces.data[:, lent:]))
+            pieces = _Pieces(layer, np.ascontiguousarray(pieces.data[:, :lent]))
+        if lent:
             self._gathered.append(pieces)
             self._of_layer[layer].append(pieces)
             if len(self._gathered) >= LAYERS_PER_PLAN:
                 self._send()
         return late
+
+    def _lend(self, pieces: _Pieces, rows: torch.Tensor, picked: Selection) -> int:
+        """Fill in a selection's misses, first those that get a spare row; how many these are."""
+        cells, layer, data = self._sets.cells, pieces.layer, pieces.data
+        misses = (
+            picked.miss_sequence, picked.miss_head, picked.miss_slot, picked.miss_page, picked.miss_evicted,
+            picked.miss_host,
+        )  # fmt: skip
+        if self._library is not None:
+            columns = [x.contiguous() for x in (rows, *misses)]
+            return int(
+                self._library.oasis_lend(
+                    data.shape[1],
+                    self._kv_heads,
+                    cells.spare.shape[2],
+                    self._sets.generations.ctypes.data,
+                    *(x.data_ptr() for x in columns),
+                    cells.spare[layer].ctypes.data,
+                    cells.left[layer].ctypes.data,
+                    data.ctypes.data,
+                )
+            )
+        sequence, *rest = (x.numpy() for x in misses)
+        data[ROW] = rows.numpy()[sequence]
+        data[GENERATION] = self._sets.generations[data[ROW]]
+        data[HEAD : HOST + 1] = rest
+        data[LENT], data[WAITING] = cells.lend(layer, data[HEAD]), 1
+        without = data[LENT] < 0
+        data[:] = np.concatenate((data[:, ~without], data[:, without]), axis=1)
+        return data.shape[1] - int(without.sum())
 
     @_timed
     def flush(self) -> None:
@@ -193,14 +209,15 @@ class Prefetcher:
         gathered, self._gathered = self._gathered, []
         if not gathered:
             return
-        attempts: list[tuple[int, int, int]] = []
-        for x in gathered:
-            starts = np.flatnonzero(np.diff(x.rows, prepend=-1))
-            counts = np.diff(np.append(starts, x.rows.size))
-            parts = (x.rows[starts].tolist(), x.generations[starts].tolist(), counts.tolist())
-            attempts += zip(*parts, strict=True)
-        source = np.concatenate([(x.host * self._layers + x.layer) * self._kv_heads + x.heads for x in gathered])
-        target = np.concatenate([x.lent + 2 * x.layer * self._pool_rows for x in gathered])
+        data = np.concatenate([x.data for x in gathered], axis=1)
+        layer = np.repeat([x.layer for x in gathered], [x.data.shape[1] for x in gathered])
+        source = (data[HOST] * self._layers + layer) * self._kv_heads + data[HEAD]
+        target = data[LENT] + 2 * layer * self._pool_rows
+        order = np.argsort(data[ROW], kind="stable")  # an attempt's pieces come together
+        rows, first, counts = np.unique(data[ROW][order], return_index=True, return_counts=True)
+        generations = data[GENERATION][order][first]
+        attempts = list(zip(rows.tolist(), generations.tolist(), counts.tolist(), strict=True))
+        source, target = source[order], target[order]
         layers = [x.layer for x in gathered]
         sequence = self.client.submit(
             attempts, source, target, step=self._step, first_layer=min(layers), end_layer=max(layers) + 1
@@ -208,8 +225,8 @@ class Prefetcher:
         if sequence is None:
             self.stats.dropped += source.size
             for x in gathered:
-                self._sets.cells.give_back(x.layer, x.heads, x.lent)
-                x.lent[:] = -1
+                self._sets.cells.give_back(x.layer, x.data[HEAD], x.data[LENT])
+                x.data[LENT] = -1
         else:
             self.stats.issued += source.size
             self._plans[sequence] = gathered
@@ -219,16 +236,44 @@ class Prefetcher:
     def poll(self) -> None:
         """Put in their places what has been copied since the last call."""
         for end in self.client.poll():
+            done = end.status == "done"
             for pieces in self._plans.pop(end.sequence, ()):
-                keep = pieces.waiting & self._current(pieces) if end.status == "done" else np.zeros_like(pieces.waiting)
-                device = self._owned[pieces.rows[keep], pieces.slots[keep]]
-                self._sets.cells.adopt(pieces.layer, device, pieces.heads[keep], pieces.lent[keep])
-                self._sets.cells.give_back(pieces.layer, pieces.heads[~keep], pieces.lent[~keep])
-                self.stats.used += int(keep.sum())
-                pieces.lent[:] = -1
-                if end.status == "done":  # else what is waiting for it goes without when its layer comes up
-                    self.stats.wasted += int((~keep).sum())
+                kept = self._adopt(pieces, done)
+                self._sets.cells.moved = self._sets.cells.moved or kept > 0
+                self.stats.used += kept
+                if done:  # else what is waiting for it goes without when its layer comes up
+                    self.stats.wasted += pieces.data.shape[1] - kept
                     self._of_layer[pieces.layer] = [x for x in self._of_layer[pieces.layer] if x is not pieces]
+
+    def _adopt(self, pieces: _Pieces, done: bool) -> int:
+        """Take back the spare rows of a plan that has ended: in exchange for cells where the copies are good and still
+        wanted. How many these are."""
+        sets, layer, data = self._sets, pieces.layer, pieces.data
+        if self._library is not None:
+            return int(
+                self._library.oasis_adopt(
+                    data.shape[1],
+                    self._kv_heads,
+                    sets.set_pages,
+                    sets.cells.spare.shape[2],
+                    int(done),
+                    sets.generations.ctypes.data,
+                    sets.page_of[layer].data_ptr(),
+                    sets.pages.data_ptr(),
+                    sets.cells.rows[layer].data_ptr(),
+                    sets.cells.spare[layer].ctypes.data,
+                    sets.cells.left[layer].ctypes.data,
+                    data.ctypes.data,
+                )
+            )
+        keep = (data[WAITING] == 1) & self._current(pieces) & done
+        device = self._owned[data[ROW, keep], data[SLOT, keep]]
+        sets.cells.adopt(layer, device, data[HEAD, keep], data[LENT, keep])
+        sets.cells.give_back(layer, data[HEAD, ~keep], data[LENT, ~keep])
+        data[LENT] = -1
+        if done:
+            data[WAITING] = 0
+        return int(keep.sum())
 
     @_timed
     def land(self, layer: int) -> Late | None:
@@ -236,15 +281,14 @@ class Prefetcher:
         if not self._of_layer[layer]:
             return None
         self.poll()
-        waiting, self._of_layer[layer] = self._of_layer[layer], []
-        parts = [pieces.part(pieces.waiting) for pieces in waiting]
-        for pieces in waiting:
-            pieces.waiting[:] = False
-        if not sum(part.rows.size for part in parts):
+        pieces, self._of_layer[layer] = self._of_layer[layer], []
+        if not pieces:
             return None
-        joined = _Pieces(layer, *(np.concatenate(each) for each in zip(*(part[1:] for part in parts), strict=True)))
-        self.stats.late += joined.rows.size
-        return self._undo(joined)
+        late = _Pieces(layer, np.concatenate([x.data[:, x.data[WAITING] == 1] for x in pieces], axis=1))
+        for x in pieces:
+            x.data[WAITING] = 0
+        self.stats.late += late.data.shape[1]
+        return self._undo(late) if late.data.size else None
 
     def in_flight(self) -> int:
         """Plans under way. What they copy for requests that have left is let go of as they end."""
@@ -259,26 +303,26 @@ class Prefetcher:
 
     def _current(self, pieces: _Pieces) -> np.ndarray:
         """Whether the maps still say what they said when these were planned."""
-        same = self._page_of[pieces.layer, pieces.rows, pieces.heads, pieces.slots] == pieces.pages
-        return same & (self._sets.generations[pieces.rows] == pieces.generations)
+        row, slot, head, page = (pieces.data[x] for x in (ROW, SLOT, HEAD, PAGE))
+        same = self._page_of[pieces.layer, row, head, slot] == page
+        return same & (self._sets.generations[row] == pieces.data[GENERATION])
 
     def _undo(self, pieces: _Pieces) -> Late:
-        pieces = pieces.part(self._current(pieces))
-        empty = pieces.evicted == NONE
-        back = pieces.part(~empty)
-        layer = pieces.layer
-        self._slot_of[layer, back.rows, back.heads, back.pages] = NONE
-        self._page_of[layer, back.rows, back.heads, back.slots] = back.evicted
-        self._slot_of[layer, back.rows, back.heads, back.evicted] = back.slots
-        lost = pieces.part(empty)
-        device = self._owned[lost.rows, lost.slots]
-        cells = self._sets.cells.rows.numpy()[layer, device, lost.heads]
-        return Late(back.rows, back.heads, back.pages, back.evicted, lost.host, lost.heads, cells)
+        layer, data = pieces.layer, pieces.data[:, self._current(pieces)]
+        empty = data[EVICTED] == NONE
+        row, _, head, slot, page, evicted, *_ = data[:, ~empty]
+        self._slot_of[layer, row, head, page] = NONE
+        self._page_of[layer, row, head, slot] = evicted
+        self._slot_of[layer, row, head, evicted] = slot
+        lost = data[:, empty]
+        device = self._owned[lost[ROW], lost[SLOT]]
+        cells = self._sets.cells.rows.numpy()[layer, device, lost[HEAD]]
+        return Late(row, head, page, evicted, lost[HOST], lost[HEAD], cells)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every spare row is accounted for."""
         lent: dict[tuple[int, int], list[int]] = {}
         for pieces in [*self._gathered, *(x for plan in self._plans.values() for x in plan)]:
-            for head, row in zip(pieces.heads.tolist(), pieces.lent.tolist(), strict=True):
+            for head, row in pieces.data[[HEAD, LENT]].T.tolist():
                 lent.setdefault((pieces.layer, head), []).append(row)
         self._sets.cells.check_integrity(lent)

@@ -468,6 +468,48 @@ int64_t oasis_refresh(const Args *args, int32_t dtype) {
     return total;
 }
 
+// Fields of a piece on its way to the device, as in prefetcher.py; `pieces` are `[FIELDS, count]`.
+enum { ROW, GENERATION, HEAD, SLOT, PAGE, EVICTED, HOST, LENT, WAITING, FIELDS };
+
+// Lends each miss a row of its head's stack `spare[head]`, of which the first `left[head]` are there; fills in `pieces`,
+// first those that got one, in their order, and returns how many these are.
+int64_t oasis_lend(int64_t count, int64_t heads, int64_t spare_pages, const int64_t *generations, const int64_t *rows,
+                   const int64_t *sequence, const int64_t *head, const int64_t *slot, const int64_t *page,
+                   const int64_t *evicted, const int64_t *host, const int64_t *spare, int64_t *left, int64_t *pieces) {
+    int64_t first = 0, last = count;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t h = head[i], row = rows[sequence[i]];
+        const bool lent = left[h] > 0;
+        int64_t *to = pieces + (lent ? first++ : --last);
+        const int64_t fields[FIELDS] = {row,     generations[row], h, slot[i], page[i], evicted[i],
+                                        host[i], lent ? spare[h * spare_pages + --left[h]] : -1, 1};
+        for (int64_t f = 0; f < FIELDS; ++f) to[f * count] = fields[f];
+    }
+    return first;
+}
+
+// Takes back the spare rows of pieces whose plan has ended. Where the copy is good (`done`) and the maps still count on
+// it, the row takes the place of the cell, whose own row goes to the stack. Returns how many did.
+int64_t oasis_adopt(int64_t count, int64_t heads, int64_t set_pages, int64_t spare_pages, int64_t done,
+                    const int64_t *generations, const int32_t *page_of, const int64_t *owned, int64_t *cells,
+                    int64_t *spare, int64_t *left, int64_t *pieces) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        int64_t *p = pieces + i;
+        const int64_t row = p[ROW * count], h = p[HEAD * count], slot = p[SLOT * count];
+        int64_t back = p[LENT * count];
+        if (done && p[WAITING * count] && generations[row] == p[GENERATION * count] &&
+            page_of[(row * heads + h) * set_pages + slot] == p[PAGE * count]) {
+            std::swap(back, cells[owned[row * set_pages + slot] * heads + h]);
+            ++kept;
+        }
+        spare[h * spare_pages + left[h]++] = back;
+        p[LENT * count] = -1;
+        if (done) p[WAITING * count] = 0;
+    }
+    return kept;
+}
+
 // Copies (page, head) pieces of `width` bytes for K and the same for V. On the host a piece is K and V back to back, in
 // `[pages, layers, heads]` order; on the device K and V are apart, each a row of the pool.
 void oasis_load(int64_t count, int64_t width, int64_t layers, int64_t layer, int64_t heads, const uint8_t *host,

@@ -139,6 +139,8 @@ def test_whatever_becomes_of_plans(data: st.DataObject) -> None:
     moods = data.draw(st.lists(st.sampled_from(["done", "slow", "lost", "never", "full"]), min_size=1), "moods")
     courier = Courier(harness, moods, seed)
     harness.tier.prefetch_by(courier)
+    if data.draw(st.booleans(), "without a compiler"):
+        harness.tier.prefetcher._library = None  # type: ignore[union-attr]
     seen = watched(harness)
     running: list[Sequence] = []
     for _ in range(data.draw(st.integers(1, 8), "rounds")):
