@@ -107,6 +107,28 @@ class _Pieces(NamedTuple):
         return _Pieces(self.layer, self.data[:, which])
 
 
+class _Addresses:
+    """Where the arrays lie that compiled code works on. They never move, and asking each time takes longer than the
+    work."""
+
+    def __init__(self, sets: WorkingSets) -> None:
+        self._sets = sets  # keeps them alive
+        self.generations = sets.generations.ctypes.data
+        self._page_of, self._page_of_layer = sets.page_of.data_ptr(), sets.page_of[0].nbytes
+        self._owned = sets.pages.data_ptr()
+        self._cells, self._cells_layer = sets.cells.rows.data_ptr(), sets.cells.rows[0].nbytes
+        self._spare, self._spare_layer = sets.cells.spare.ctypes.data, sets.cells.spare[0].nbytes
+        self._left, self._left_layer = sets.cells.left.ctypes.data, sets.cells.left[0].nbytes
+
+    def maps(self, layer: int) -> tuple[int, int, int]:
+        """`page_of`, `pages` and cells."""
+        return self._page_of + layer * self._page_of_layer, self._owned, self._cells + layer * self._cells_layer
+
+    def stacks(self, layer: int) -> tuple[int, int]:
+        """`Cells.spare` and `Cells.left`."""
+        return self._spare + layer * self._spare_layer, self._left + layer * self._left_layer
+
+
 def _timed(method: Callable[Concatenate[Prefetcher, P], R]) -> Callable[Concatenate[Prefetcher, P], R]:
     """Counts the time that a step spends in a method."""
 
@@ -137,6 +159,7 @@ class Prefetcher:
         self._page_of, self._slot_of = sets.page_of.numpy(), sets.slot_of.numpy()
         self._owned = sets.pages.numpy()
         self._library = load_library() if sets.page_of.device.type == "cpu" else None
+        self._addresses = _Addresses(sets)
         self._step = 0
         self.stats = PrefetchStats()
 
@@ -184,10 +207,9 @@ class Prefetcher:
                     data.shape[1],
                     self._kv_heads,
                     cells.spare.shape[2],
-                    self._sets.generations.ctypes.data,
+                    self._addresses.generations,
                     *(x.data_ptr() for x in columns),
-                    cells.spare[layer].ctypes.data,
-                    cells.left[layer].ctypes.data,
+                    *self._addresses.stacks(layer),
                     data.ctypes.data,
                 )
             )
@@ -209,16 +231,15 @@ class Prefetcher:
         gathered, self._gathered = self._gathered, []
         if not gathered:
             return
-        data = np.concatenate([x.data for x in gathered], axis=1)
-        layer = np.repeat([x.layer for x in gathered], [x.data.shape[1] for x in gathered])
-        source = (data[HOST] * self._layers + layer) * self._kv_heads + data[HEAD]
-        target = data[LENT] + 2 * layer * self._pool_rows
-        order = np.argsort(data[ROW], kind="stable")  # an attempt's pieces come together
-        rows, first, counts = np.unique(data[ROW][order], return_index=True, return_counts=True)
-        generations = data[GENERATION][order][first]
-        attempts = list(zip(rows.tolist(), generations.tolist(), counts.tolist(), strict=True))
-        source, target = source[order], target[order]
         layers = [x.layer for x in gathered]
+        source = np.concatenate(
+            [(x.data[HOST] * self._layers + x.layer) * self._kv_heads + x.data[HEAD] for x in gathered]
+        )
+        target = np.concatenate([x.data[LENT] + 2 * x.layer * self._pool_rows for x in gathered])
+        row, generation = np.concatenate([x.data[: GENERATION + 1] for x in gathered], axis=1)
+        start = np.flatnonzero(np.diff(row, prepend=-1))  # an attempt comes once per layer
+        pieces = np.diff(start, append=row.size)
+        attempts = list(zip(row[start].tolist(), generation[start].tolist(), pieces.tolist(), strict=True))
         sequence = self.client.submit(
             attempts, source, target, step=self._step, first_layer=min(layers), end_layer=max(layers) + 1
         )
@@ -257,12 +278,9 @@ class Prefetcher:
                     sets.set_pages,
                     sets.cells.spare.shape[2],
                     int(done),
-                    sets.generations.ctypes.data,
-                    sets.page_of[layer].data_ptr(),
-                    sets.pages.data_ptr(),
-                    sets.cells.rows[layer].data_ptr(),
-                    sets.cells.spare[layer].ctypes.data,
-                    sets.cells.left[layer].ctypes.data,
+                    self._addresses.generations,
+                    *self._addresses.maps(layer),
+                    *self._addresses.stacks(layer),
                     data.ctypes.data,
                 )
             )
