@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from oasis_sglang.serving import Client, Report, Server, oasis_flags
 
@@ -40,7 +42,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     result.add_argument("--model-path", metavar="DIR", help="model folder (default: the demo model, built if missing)")
     result.add_argument("--output", type=Path, metavar="FILE", help="JSON file (default: a new one in results/tmp/)")
     result.add_argument("--dtype", default="auto", help="--dtype of every server (default: %(default)s)")
-    result.add_argument("--log-dir", type=Path, default=RESULTS / "tmp" / "logs", help="where servers write their logs")
+    # A folder for each benchmark: two that run at once must not write over each other's logs, which some check.
+    logs = RESULTS / "tmp" / "logs" / Path(sys.argv[0]).stem
+    result.add_argument("--log-dir", type=Path, default=logs, help="where servers write their logs")
     result.add_argument("--server-flags", default="", metavar="'...'", help="more flags for every server")
     result.add_argument("--oasis-config", default="", metavar="key=value,...", help="more keys for every oasis server")
     return result
@@ -97,6 +101,35 @@ def started(
         yield instance, Client(instance.url)
     finally:
         instance.stop()
+
+
+def taking_turns(
+    arguments: argparse.Namespace,
+    chosen: Sequence[Variant],
+    model: str,
+    report: Report,
+    prepare: Callable[[Variant, Client], None],
+) -> Iterator[tuple[Variant, Client]]:
+    """Start a server per variant, prepare each, then let them run one at a time, all in every round of
+    `arguments.rounds`; the others stand still (SIGSTOP), so that slow drifts of the machine hit all alike. Another one
+    goes first in every round: none always follows the same one."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with ExitStack() as stack, Progress(*columns, console=report.console) as progress:
+        servers: list[Server] = []
+        for variant in chosen:
+            task = progress.add_task(f"{variant.label}: start, prefill every prompt once")
+            servers.append(stack.enter_context(server(arguments, variant, model)))
+            prepare(variant, Client(servers[-1].url))
+            servers[-1].pause()
+            progress.stop_task(task)
+        task = progress.add_task("rounds", total=arguments.rounds)
+        for number in range(arguments.rounds):
+            for position in range(len(chosen)):
+                at = (position + number) % len(chosen)
+                progress.update(task, description=f"round {number + 1} of {arguments.rounds}: {chosen[at].label}")
+                with servers[at].running():
+                    yield chosen[at], Client(servers[at].url)
+            progress.advance(task)
 
 
 def write(report: Report, arguments: argparse.Namespace) -> Path:

@@ -12,15 +12,12 @@ turns within each round and slow drifts of the machine hit all of them alike. Re
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 from benchmarks import common
-from oasis_sglang.serving import Client, Documents, Report, Server, ask_all, decode_rate, greedy
+from oasis_sglang.serving import Client, Documents, Report, ask_all, decode_rate, greedy
 
 # What this backend has to reach: (workload, variant, variant compared with, smallest ratio of medians).
 TARGETS = (
@@ -108,32 +105,15 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     memory: dict[str, dict[str, float]] = {}
     states: dict[str, dict[str, Any]] = {}
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with contextlib.ExitStack() as stack, Progress(*columns, console=report.console) as progress:
-        servers: list[Server] = []
-        for variant in chosen:
-            task = progress.add_task(f"{variant.label}: start, prefill every prompt once")
-            servers.append(stack.enter_context(common.server(arguments, variant, model)))
-            client = Client(servers[-1].url)
-            for load in loads:
-                ask_all(client, load.prompts, sampling)
-            memory[variant.name] = device_kv_bytes(client, used)
-            servers[-1].pause()
-            progress.stop_task(task)
-        task = progress.add_task("rounds", total=arguments.rounds)
-        for number in range(arguments.rounds):
-            for position in range(len(chosen)):
-                # Another server goes first in every round: none always follows the same one.
-                at = (position + number) % len(chosen)
-                with servers[at].running():
-                    for load in loads:
-                        label = f"round {number + 1} of {arguments.rounds}: {chosen[at].label}, {load.label}"
-                        progress.update(task, description=label)
-                        rates[load.name][chosen[at].name].append(measure(Client(servers[at].url), load, sampling))
-            progress.advance(task)
-        for variant, instance in zip(chosen, servers, strict=True):
-            with instance.running():
-                states[variant.name] = Client(instance.url).oasis()
+    def prepare(variant: common.Variant, client: Client) -> None:
+        for load in loads:
+            ask_all(client, load.prompts, sampling)
+        memory[variant.name] = device_kv_bytes(client, used)
+
+    for variant, client in common.taking_turns(arguments, chosen, model, report, prepare):
+        for load in loads:
+            rates[load.name][variant.name].append(measure(client, load, sampling))
+        states[variant.name] = client.oasis()
     return {
         "workloads": {w.name: w.label for w in loads},
         "variants": {v.name: {"label": v.label, "flags": v.flags} for v in chosen},

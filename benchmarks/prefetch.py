@@ -9,15 +9,12 @@ planning, the sending and the landing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 from typing import Any
 
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 from benchmarks import common
 from benchmarks.decode_throughput import DEVICE_KV_TARGET, Workload, measure
-from oasis_sglang.serving import Client, Documents, Report, Server, ask_all, greedy
+from oasis_sglang.serving import Client, Documents, Report, ask_all, greedy
 
 LEAST_SAVED = 0.60
 
@@ -75,26 +72,14 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     chosen = variants(arguments)
     rates: dict[str, list[float]] = {v.name: [] for v in chosen}
     costs: dict[str, list[dict[str, float]]] = {v.name: [] for v in chosen}
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with contextlib.ExitStack() as stack, Progress(*columns, console=report.console) as progress:
-        servers: list[Server] = []
-        for variant in chosen:
-            task = progress.add_task(f"{variant.label}: start, prefill every prompt once")
-            servers.append(stack.enter_context(common.server(arguments, variant, model)))
-            ask_all(Client(servers[-1].url), prompts, sampling)
-            servers[-1].pause()
-            progress.stop_task(task)
-        task = progress.add_task("rounds", total=arguments.rounds)
-        for number in range(arguments.rounds):
-            for position in range(len(chosen)):
-                at = (position + number) % len(chosen)
-                name, client = chosen[at].name, Client(servers[at].url)
-                progress.update(task, description=f"round {number + 1} of {arguments.rounds}: {chosen[at].label}")
-                with servers[at].running():
-                    before = client.oasis()
-                    rates[name].append(measure(client, load, sampling))
-                    costs[name].append(fetching(before, client.oasis()))
-            progress.advance(task)
+
+    def prepare(_: common.Variant, client: Client) -> None:
+        ask_all(client, prompts, sampling)
+
+    for variant, client in common.taking_turns(arguments, chosen, model, report, prepare):
+        before = client.oasis()
+        rates[variant.name].append(measure(client, load, sampling))
+        costs[variant.name].append(fetching(before, client.oasis()))
     return {
         "workload": load.label,
         "variants": {v.name: {"label": v.label, "flags": v.flags} for v in chosen},
