@@ -36,7 +36,8 @@ class Courier:
     def __init__(self, harness: Harness, moods: list[str], seed: int) -> None:
         self.harness, self.moods, self.random = harness, moods, random.Random(seed)
         self.waiting: dict[int, tuple[str, np.ndarray, np.ndarray]] = {}
-        self.submitted = 0
+        self.submitted = self.polls = 0
+        self.reversed = False
         self.cancelled: list[tuple[int, int]] = []
         self.attempts: list[list[tuple[int, int, int]]] = []
 
@@ -62,8 +63,9 @@ class Courier:
             halves[t + stride] = torch.nan if spoil else pieces[s, 1]
 
     def poll(self) -> list[Ended]:
+        self.polls += 1
         ends = []
-        for sequence, (mood, source, target) in list(self.waiting.items()):
+        for sequence, (mood, source, target) in sorted(self.waiting.items(), reverse=self.reversed):
             if mood == "never" or (mood == "slow" and self.random.random() < 0.9):
                 continue
             del self.waiting[sequence]
@@ -90,6 +92,8 @@ def watched(harness: Harness) -> dict[int, tuple[torch.Tensor, ...]]:
     def spy(layer, rows, pages, tail, table, at):  # type: ignore[no-untyped-def]
         seen[layer] = (rows.clone(), pages.clone(), tail.clone())
         fill(layer, rows, pages, tail, table, at)
+        cells = harness.tier.sets.cells.rows[layer]
+        assert bool(torch.isin(table, cells).all()), "C13: a step reads a row that a copy may write"
 
     harness.tier.sets.fill_table = spy  # type: ignore[method-assign]
     return seen
@@ -170,7 +174,8 @@ def test_whatever_becomes_of_plans(data: st.DataObject) -> None:
 
 def running_harness(moods: list[str], **more: int) -> tuple[Harness, Courier, Sequence]:
     config = OasisConfig(page_size=4, token_budget=16, slack_ratio=0.5, miss_policy="skip")
-    harness = Harness(config, layers=4, group=1, device_pages=16, rows=2, **{"spare_pages": 8, **more})
+    shape = {"layers": 4, "spare_pages": 8, **more}
+    harness = Harness(config, group=1, device_pages=16, rows=2, **shape)
     courier = Courier(harness, moods, 0)
     harness.tier.prefetch_by(courier)
     s = harness.admit(200)
@@ -193,8 +198,32 @@ def test_a_plan_done_in_time_is_used() -> None:
     assert courier.attempts[0][0][:2] == tuple(s.attempt)
 
 
+def test_plans_may_end_in_any_order() -> None:
+    """C54: the last layers' plan is done first, and taken first."""
+    harness, courier, s = running_harness(["done"], layers=12)
+    courier.reversed = True
+    for _ in range(6):
+        harness.decode([s])
+    assert harness.tier.in_flight() == 0
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    assert len(courier.attempts) > 6, "a step has several plans"
+    assert 0 < stats.used == stats.issued
+
+
+def test_nothing_is_asked_of_workers_when_nothing_is_fetched() -> None:
+    """C49: a step whose pages are all resident neither sends nor looks for messages."""
+    harness, courier, s = running_harness(["done"])
+    harness.drop(s)
+    short = harness.admit(60)
+    assert short is not None
+    harness.extend(short, 9)
+    for _ in range(7):
+        harness.decode([short])
+    assert courier.submitted == courier.polls == 0
+
+
 def test_a_completion_after_its_request_left_changes_nothing() -> None:
-    """Contract 4, made certain: the copy ends when the row has its next request already."""
+    """C1, C2 and contract 4, made certain: the copy ends when the row has its next request already."""
     harness, courier, s = running_harness(["never"])
     harness.decode([s])
     assert courier.waiting
@@ -228,7 +257,7 @@ def test_without_spare_rows_or_workers_resident_pages_do(spare: int) -> None:
 
 
 def test_a_stopped_worker_keeps_its_rows_until_it_is_gone() -> None:
-    """Contract 4: memory lent to a process that may still write is not used for anything else."""
+    """C4: memory lent to a process that may still write is not used for anything else."""
     harness, courier, s = running_harness(["never"])
     seen = watched(harness)
     for _ in range(10):
