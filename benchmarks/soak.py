@@ -55,8 +55,8 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--longest", type=int, default=7500, help="longest prompt (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=int, default=2048, help="token budget (default: %(default)s)")
-    parser.add_argument("--device-tokens", type=int, default=16_000, help="device pool (default: %(default)s)")
-    parser.add_argument("--host-ratio", type=float, default=1.25, help="host pool / device pool (default: %(default)s)")
+    parser.add_argument("--device-tokens", type=int, default=12_000, help="device pool (default: %(default)s)")
+    parser.add_argument("--host-ratio", type=float, default=1.0, help="host pool / device pool (default: %(default)s)")
     parser.add_argument("--dense", action="store_true", help="soak stock SGLang instead, to tell its faults from ours")
     parser.add_argument("--rss-limit", type=float, default=0.05, help="growth of memory that counts as flat")
     return parser
@@ -210,11 +210,13 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
         time.sleep(3)  # SGLang's leak check runs once the scheduler has been idle for a moment
         watch.stop()
         state = client.oasis()
-        after = ask_all(client, probe, greedy(16))[0].output_ids
         used = client.loads()[0]["num_used_tokens"]
+        after = ask_all(client, probe, greedy(16))[0].output_ids
         log = server.log()
     growth = watch.growth()
+    retractions = log.count("Retract requests")
     checks = {
+        "requests were retracted and resumed": retractions > 0,
         "every request was served, aborted or left": not failures,
         "slots in use after the flush: 0": used == 0,
         **{f"{name}: 0": state.get(name) == 0 for name in MUST_BE_ZERO if state},
@@ -225,7 +227,7 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     return {
         "server": {"label": variant.label, "flags": variant.flags},
         "outcomes": dict(outcomes),
-        "retractions_logged": log.count("Retract requests"),
+        "retractions_logged": retractions,
         "failures": failures,
         "trouble": trouble_in(log),
         "memory": {**growth, "samples": watch.samples},
