@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from oasis_sglang.memory_pool.prefetch.supervisor import Workers
 from oasis_sglang.memory_pool.shared_memory import SharedMemory
 from oasis_sglang.memory_pool.tier import KVTier
 from oasis_sglang.native.build import library_path
+
+logger = logging.getLogger(__name__)
 
 
 class OasisKVPool(HndPool):
@@ -53,7 +56,14 @@ class OasisKVPool(HndPool):
 
     def _start_workers(self) -> Workers:
         """Worker processes between the host pool and this one."""
-        g = self.setup.geometry
+        g, config = self.setup.geometry, self.setup.config
+        if config.miss_policy == "wait" and not (config.probe and config.predictor == "draft"):
+            logger.warning(
+                "transfer='workers' finds nothing to do with miss_policy='wait' unless drafts look ahead (probe=true, "
+                "predictor='draft'): every page is fetched when it is selected. Use miss_policy='skip', or "
+                "transfer='inline', which leaves %d more pages of the device pool to requests.",
+                self.setup.plan.spare_pages,
+            )
         assert self._shared is not None
         workers = Workers(
             self.setup.config.workers,
