@@ -22,6 +22,7 @@ from tests.server.conftest import FP32, SELF_DRAFT, ServerFactory
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 BUDGET: dict[str, Any] = {"token_budget": 256, "host_to_device_ratio": 2.0}
+SHAPE = (*FP32, "--context-length", "2048")
 DEVICE = 4096
 KILLS = 20
 NEW = 40
@@ -35,7 +36,7 @@ def prompts(documents: Documents) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def exact(server_factory: ServerFactory, prompts: list[list[int]]) -> list[Answer]:
     """What top-K attention makes of the prompts, with neither drafts nor workers."""
-    with server_factory([*oasis_flags(BUDGET, DEVICE), *FP32]) as server:
+    with server_factory([*oasis_flags(BUDGET, DEVICE), *SHAPE]) as server:
         return ask_all(Client(server.url), prompts, greedy(NEW, ignore_eos=True))
 
 
@@ -68,7 +69,7 @@ def test_killed_and_stopped_workers_change_no_token(
 ) -> None:
     """C43: with `wait` drafts only warm the device, so twenty dead workers and one stopped cost no token."""
     config = BUDGET | {"transfer": "workers", "probe": True, "predictor": "draft"}
-    flags = [*oasis_flags(config, DEVICE), *FP32, *SELF_DRAFT, model_path]
+    flags = [*oasis_flags(config, DEVICE), *SHAPE, *SELF_DRAFT, model_path]
     chance = random.Random(0)
     with server_factory(flags) as server:
         client = Client(server.url)
@@ -107,7 +108,7 @@ def test_skip_goes_on_without_its_worker(server_factory: ServerFactory, prompts:
     """C1, C43: while the only worker is stopped steps attend to what is resident; flush and abort wait for nothing
     that never ends; and what operators see says so."""
     config = BUDGET | {"transfer": "workers", "miss_policy": "skip", "fetch_ratio": 0.2}
-    with server_factory([*oasis_flags(config, DEVICE), *FP32, "--enable-metrics"]) as server:
+    with server_factory([*oasis_flags(config, DEVICE), *SHAPE, "--enable-metrics"]) as server:
         client = Client(server.url)
         ask_all(client, prompts, greedy(NEW, ignore_eos=True))
         state = client.oasis()
@@ -147,7 +148,7 @@ def test_a_killed_server_leaves_nothing_behind(
     folder of the sockets."""
     config = BUDGET | {"transfer": "workers", "miss_policy": "skip"}
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    flags = [*oasis_flags(config, DEVICE), *FP32]
+    flags = [*oasis_flags(config, DEVICE), *SHAPE]
     with server_factory(flags, environment) as server:
         client = Client(server.url)
         for prompt in prompts:
