@@ -254,7 +254,8 @@ def test_workers_end_with_their_owner() -> None:
 
 
 SERVER = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
 from tests.unit.prefetch_rig import *
 from oasis_sglang.memory_pool.prefetch.supervisor import Workers
 memories = Memories()
@@ -302,7 +303,7 @@ def test_workers_end_with_a_server_that_is_asked_to(number: int) -> None:
     with RuntimeFolder():
         server, folder, pids = start_server(BUSY)
         server.send_signal(number)
-        server.communicate()
+        server.communicate(timeout=60)
         until(lambda: not any(is_running(pid) for pid in pids))
         if number == signal.SIGINT:
             assert not folder.exists()
