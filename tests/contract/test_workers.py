@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,9 @@ BUDGET: dict[str, Any] = {"token_budget": 64, "page_size": PAGE, "host_to_device
 
 
 @pytest.fixture
-def make_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Rank]]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def make_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
+    runtime = Path(tempfile.mkdtemp(prefix="oasis-test-"))  # sockets need a short path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     coordinator.stop()
     made: list[Rank] = []
 
@@ -36,9 +38,10 @@ def make_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
     yield make
     for rank in made:
         assert rank.pool.workers is not None
+        assert rank.pool.workers.folder.parent == runtime
         rank.pool.workers.stop()
     coordinator.stop()
-    assert not list(tmp_path.iterdir()), "the folder of the sockets is still there"
+    runtime.rmdir()  # the folder of the sockets is gone
 
 
 def ready(rank: Rank) -> int:

@@ -7,7 +7,9 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,13 @@ def exact(server_factory: ServerFactory, prompts: list[list[int]]) -> list[Answe
     """What top-K attention makes of the prompts, with neither drafts nor workers."""
     with server_factory([*oasis_flags(BUDGET, DEVICE), *SHAPE]) as server:
         return ask_all(Client(server.url), prompts, greedy(NEW, ignore_eos=True))
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """A folder with a short path, which sockets need."""
+    with tempfile.TemporaryDirectory(prefix="oasis-test-") as folder:
+        yield Path(folder)
 
 
 def workers_of(pid: int) -> list[int]:
@@ -142,18 +151,18 @@ def test_skip_goes_on_without_its_worker(server_factory: ServerFactory, prompts:
 
 @pytest.mark.parametrize("stop_first", [False, True])
 def test_a_killed_server_leaves_nothing_behind(
-    server_factory: ServerFactory, prompts: list[list[int]], tmp_path: Path, stop_first: bool
+    server_factory: ServerFactory, prompts: list[list[int]], runtime: Path, stop_first: bool
 ) -> None:
     """C44: kill -9 under load, with the worker stopped before too: no process stays, and the next start clears the
     folder of the sockets."""
     config = BUDGET | {"transfer": "workers", "miss_policy": "skip"}
-    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    environment = {"XDG_RUNTIME_DIR": str(runtime)}
     flags = [*oasis_flags(config, DEVICE), *SHAPE]
     with server_factory(flags, environment) as server:
         client = Client(server.url)
         for prompt in prompts:
             Background(client, prompt, greedy(400, ignore_eos=True)).wait_for_tokens(2)
-        (folder,) = tmp_path.iterdir()
+        (folder,) = runtime.iterdir()
         if stop_first:
             signalled(client, signal.SIGSTOP)
         assert server.process is not None
@@ -163,7 +172,7 @@ def test_a_killed_server_leaves_nothing_behind(
         until(lambda: not [pid for pid in workers if Path(f"/proc/{pid}").exists()], "the workers' end", 10)
     with server_factory(flags, environment) as server:
         Client(server.url).generate(prompts[0], greedy(4))
-        folders = list(tmp_path.iterdir())
+        folders = list(runtime.iterdir())
         assert len(folders) == 1
         assert folders[0] != folder
 

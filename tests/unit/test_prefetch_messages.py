@@ -44,7 +44,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
         st.sampled_from(["done", "refused", "failed"]),
         counts,
         counts,
-        st.floats(0, allow_nan=False, allow_infinity=False),
+        st.floats(0, allow_nan=False, allow_infinity=False, allow_subnormal=False),
     ),
     st.builds(Hello, counts, counts, counts, counts, counts),
     st.just(Stop()),
