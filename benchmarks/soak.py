@@ -54,7 +54,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", type=int, default=12, help="at once (default: %(default)s)")
     parser.add_argument("--longest", type=int, default=7500, help="longest prompt (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--budget", type=int, default=2048, help="token budget (default: %(default)s)")
+    parser.add_argument("--budget", type=int, default=512, help="token budget (default: %(default)s)")
     parser.add_argument("--device-tokens", type=int, default=12_000, help="device pool (default: %(default)s)")
     parser.add_argument("--host-ratio", type=float, default=1.0, help="host pool / device pool (default: %(default)s)")
     parser.add_argument("--dense", action="store_true", help="soak stock SGLang instead, to tell its faults from ours")
