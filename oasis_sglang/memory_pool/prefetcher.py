@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -25,46 +25,16 @@ from oasis_sglang.attention.selector import Selection
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
 from oasis_sglang.native.build import load_library
 
+if TYPE_CHECKING:
+    from oasis_sglang.memory_pool.prefetch.client import PrefetchClient
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Layers whose plans are sent together: a message costs as much as copying a dozen pieces.
 LAYERS_PER_PLAN = 5
-
-
-class End(Protocol):
-    """What became of a plan."""
-
-    @property
-    def sequence(self) -> int: ...
-
-    @property
-    def status(self) -> str: ...
-
-
-class Client(Protocol):
-    """`PrefetchClient`, as far as it is used here."""
-
-    @property
-    def stats(self) -> Any: ...
-
-    @property
-    def outstanding(self) -> int: ...
-
-    def submit(
-        self,
-        attempts: Sequence[tuple[int, int, int]],
-        source_ids: object,
-        target_ids: object,
-        *,
-        step: int,
-        first_layer: int,
-        end_layer: int,
-    ) -> int | None: ...
-
-    def poll(self) -> Sequence[End]: ...
-
-    def cancel(self, attempt: tuple[int, int]) -> None: ...
+#: Most pieces of a plan, well below what a frame holds (`messages.MAX_FRAME_BYTES`).
+PIECES_PER_PLAN = 100_000
 
 
 class PrefetchStats:
@@ -146,7 +116,9 @@ def _timed(method: Callable[Concatenate[Prefetcher, P], R]) -> Callable[Concaten
 class Prefetcher:
     """For one thread, the one that runs the steps."""
 
-    def __init__(self, client: Client, sets: WorkingSets, *, layers: int, kv_heads: int, pool_rows: int) -> None:
+    def __init__(
+        self, client: PrefetchClient, sets: WorkingSets, *, layers: int, kv_heads: int, pool_rows: int
+    ) -> None:
         """
         Args:
             pool_rows: rows of one layer's K (or V) in the memory that the workers write to, `[layers, 2, rows, ...]`.
@@ -185,10 +157,12 @@ class Prefetcher:
         if lent < count:  # those without a spare row are the last
             self.stats.dropped += count - lent
             late = self._undo(_Pieces(layer, pieces.data[:, lent:]))
-            pieces = _Pieces(layer, np.ascontiguousarray(pieces.data[:, :lent]))
-        if lent:
-            self._gathered.append(pieces)
-            self._of_layer[layer].append(pieces)
+        for start in range(0, lent, PIECES_PER_PLAN):
+            part = _Pieces(layer, np.ascontiguousarray(pieces.data[:, start : min(start + PIECES_PER_PLAN, lent)]))
+            if sum(x.data.shape[1] for x in self._gathered) + part.data.shape[1] > PIECES_PER_PLAN:
+                self._send()
+            self._gathered.append(part)
+            self._of_layer[layer].append(part)
             if len(self._gathered) >= LAYERS_PER_PLAN:
                 self._send()
         return late

@@ -15,7 +15,7 @@ with them. Knows torch, not SGLang.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from oasis_sglang.attention.page_table import DecodePlan, sparse_mask
 from oasis_sglang.attention.selector import Selection, create_selector
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.host_pool import HostPool
-from oasis_sglang.memory_pool.prefetcher import Client, Late, Prefetcher
+from oasis_sglang.memory_pool.prefetcher import Late, Prefetcher
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
@@ -32,6 +32,9 @@ from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
 from oasis_sglang.memory_pool.working_set import NONE, Attempt, WorkingSets
 from oasis_sglang.speculative.lookahead import select_pages
 from oasis_sglang.speculative.sampler import KeysOfSequence, LookaheadStats, samples
+
+if TYPE_CHECKING:
+    from oasis_sglang.memory_pool.prefetch.client import PrefetchClient
 
 # Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by
 # their rank, stay above the mark of an empty slot.
@@ -132,7 +135,7 @@ class KVTier:
         self.stats = TierStats()
         self.lookahead = LookaheadStats()
 
-    def prefetch_by(self, client: Client) -> None:
+    def prefetch_by(self, client: PrefetchClient) -> None:
         """Let worker processes bring in what the lookahead chooses."""
         g = self.geometry
         rows = self.sets.cells.pool_rows

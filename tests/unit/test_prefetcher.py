@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool import prefetcher
 from tests.unit import oracle
 from tests.unit.harness import Harness, Sequence
 
@@ -208,6 +209,20 @@ def test_plans_may_end_in_any_order() -> None:
     stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
     assert len(courier.attempts) > 6, "a step has several plans"
     assert 0 < stats.used == stats.issued
+
+
+def test_a_plan_never_outgrows_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pieces than one message may hold are sent in several; a step must not fail for it."""
+    monkeypatch.setattr(prefetcher, "PIECES_PER_PLAN", 2)
+    harness, courier, s = running_harness(["done"])
+    seen = watched(harness)
+    for _ in range(6):
+        check_step(harness, [s], seen, 4)
+    assert max(sum(count for *_, count in plan) for plan in courier.attempts) == 2
+    assert harness.tier.in_flight() == 0
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    assert 0 < stats.used == stats.issued
+    harness.tier.check_integrity()
 
 
 def test_nothing_is_asked_of_workers_when_nothing_is_fetched() -> None:

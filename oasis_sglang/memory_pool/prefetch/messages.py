@@ -20,7 +20,7 @@ import numpy as np
 VERSION = 1
 MAGIC = b"OP"
 HEADER_BYTES = 4
-# Room for 260,000 pieces, more than a step can name.
+# Room for 260,000 pieces; who plans more sends more plans.
 MAX_FRAME_BYTES = 4 << 20
 
 Reason = Literal["malformed", "old_version", "unknown"]
