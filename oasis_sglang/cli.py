@@ -48,6 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print JSON instead of a table")
     check.set_defaults(run=_check)
 
+    draft = commands.add_parser(
+        "draft",
+        help="print the folder of the EAGLE-3 draft that comes with this package",
+        description="Print the folder of the EAGLE-3 draft that was trained for a model and comes with this package, "
+        "for --speculative-draft-model-path.",
+    )
+    draft.add_argument("--model-path", type=Path, metavar="DIR", help="the target (default: the demo model)")
+    draft.set_defaults(run=_draft)
+
     train = commands.add_parser(
         "train-draft",
         help="train an EAGLE-3 draft head for a Llama-family model",
@@ -114,6 +123,27 @@ def _model(arguments: argparse.Namespace) -> int:
         print(json.dumps({"path": str(model.path), "built": model.built, "seconds": round(model.seconds, 3)}))
     else:
         print(model.path)
+    return 0
+
+
+def _draft(arguments: argparse.Namespace) -> int:
+    from oasis_sglang.model import ModelError, ensure_model
+    from oasis_sglang.speculative.draft.target import TargetError
+    from oasis_sglang.speculative.shipped import shipped_draft
+
+    try:
+        model = arguments.model_path or ensure_model().path
+        folder = shipped_draft(model)
+    except (ModelError, TargetError) as error:
+        print(f"oasis draft: {error}", file=sys.stderr)
+        return 1
+    if folder is None:
+        print(
+            f"oasis draft: no draft for --model-path {model} comes with this package; `oasis train-draft` makes one",
+            file=sys.stderr,
+        )
+        return 1
+    print(folder)
     return 0
 
 

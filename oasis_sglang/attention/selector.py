@@ -23,14 +23,15 @@ class Selection(NamedTuple):
     """
 
     attended: torch.Tensor  # [n, H, K] int64 logical pages, all of them in the maps, the least wanted last
-    miss_host: torch.Tensor  # [m] int64 host pages
-    miss_head: torch.Tensor  # [m] int64
-    miss_row: torch.Tensor  # [m] int64 rows of the device pool
-    miss_sequence: torch.Tensor  # [m] int64 which of the n
-    miss_slot: torch.Tensor  # [m] int64 slot of the working set
-    miss_page: torch.Tensor  # [m] int64 logical page
-    miss_evicted: torch.Tensor  # [m] int64 logical page that was there, NONE where the slot was empty
+    # [7, m] int64, sequence by sequence: host page, KV head, row of the device pool, which of the n, slot of its
+    # working set, logical page, and the logical page that was there, NONE where the slot was empty.
+    misses: torch.Tensor
     missed: int  # misses, those that the cap left out included
+
+    @property
+    def loads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[m]` host pages, heads and device rows: what `TransferEngine.load` takes."""
+        return self.misses[0], self.misses[1], self.misses[2]
 
 
 class PageSelector(Protocol):
@@ -91,17 +92,11 @@ class TorchSelector:
             attended = select_resident(scores, resident, wanted.shape[-1])
             sets.touch(layer, rows, sets.slot_of[layer, rows].gather(-1, attended).long(), step)
         sets.fill_table(layer, rows, attended, tail, table, at)
-        return Selection(
-            attended,
-            host_pages[misses.request, misses.page],
-            misses.head,
-            sets.cells.rows[layer, device, misses.head],
-            misses.request,
-            misses.slot,
-            misses.page,
-            misses.evicted,
-            misses.page.numel() + misses.left_out,
-        )
+        columns_of_misses = (
+            host_pages[misses.request, misses.page], misses.head, sets.cells.rows[layer, device, misses.head],
+            misses.request, misses.slot, misses.page, misses.evicted,
+        )  # fmt: skip
+        return Selection(attended, torch.stack(columns_of_misses), misses.page.numel() + misses.left_out)
 
 
 _POINTER = ctypes.c_void_p
@@ -186,8 +181,7 @@ class NativeSelector:
         args.table, args.at, args.table_columns = table.data_ptr(), at.data_ptr(), table.shape[-1]
         count = self._library.oasis_refresh(ctypes.byref(args), self.DTYPES[q.dtype])
         missed = int(self._counts[0, : n * heads].sum())
-        host, head, pool_row, sequence, slot, page, evicted = self._misses[:, :count]
-        return Selection(attended, host, head, pool_row, sequence, slot, page, evicted, missed)
+        return Selection(attended, self._misses[:, :count], missed)
 
 
 def create_selector(

@@ -397,7 +397,7 @@ class KVTier:
         picked = self._select(plan, layer, q, scale)
         self._chosen[layer, plan.sparse_rows] = picked.attended.to(torch.int32)
         if self.prefetcher is None:
-            self.transfer.load(layer, picked.miss_host, picked.miss_head, picked.miss_row)
+            self.transfer.load(layer, *picked.loads)
         else:
             self._go_without(layer, self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step))
         if layer == self.geometry.layers - 1:
@@ -460,7 +460,7 @@ class KVTier:
         if counted:
             self.stats.selected += picked.attended.numel()
             self.stats.missed += picked.missed
-            self.stats.dropped += picked.missed - picked.miss_host.numel()
+            self.stats.dropped += picked.missed - picked.misses.shape[1]
         return picked
 
     def _refresh(
@@ -468,7 +468,7 @@ class KVTier:
     ) -> torch.Tensor:
         """Select, fetch the misses, and return the pages to attend, all resident."""
         picked = self._select(plan, layer, q, scale, which)
-        self.transfer.load(layer, picked.miss_host, picked.miss_head, picked.miss_row)
+        self.transfer.load(layer, *picked.loads)
         return picked.attended
 
     def _go_without(self, layer: int, late: Late | None) -> None:

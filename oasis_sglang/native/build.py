@@ -113,8 +113,8 @@ def load_library() -> ctypes.CDLL | None:
     library.oasis_refresh.argtypes = (address, ctypes.c_int32)
     library.oasis_linear_is_fast.restype = ctypes.c_int32
     library.oasis_lend.restype = library.oasis_adopt.restype = number
-    library.oasis_lend.argtypes = (*[number] * 3, *[address] * 11)
-    library.oasis_adopt.argtypes = (*[number] * 5, *[address] * 7)
+    library.oasis_lend.argtypes = (address,)
+    library.oasis_adopt.argtypes = (*[number] * 6, *[address] * 7)
     for name, arguments in (
         ("oasis_linear", (*[number] * 3, *[address] * 3)),
         ("oasis_load", (*[number] * 5, *[address] * 6)),

@@ -468,44 +468,68 @@ int64_t oasis_refresh(const Args *args, int32_t dtype) {
     return total;
 }
 
-// Fields of a piece on its way to the device, as in prefetcher.py; `pieces` are `[FIELDS, count]`.
-enum { ROW, GENERATION, HEAD, SLOT, PAGE, EVICTED, HOST, LENT, WAITING, FIELDS };
+// Fields of a piece on its way to the device, as in prefetcher.py. Pieces are `[FIELDS, capacity]`.
+enum { ROW, GENERATION, HEAD, SLOT, PAGE, EVICTED, LENT, WAITING, SOURCE, TARGET, FIELDS };
 
-// Lends each miss a row of its head's stack `spare[head]`, of which the first `left[head]` are there; fills in `pieces`,
-// first those that got one, in their order, and returns how many these are.
-int64_t oasis_lend(int64_t count, int64_t heads, int64_t spare_pages, const int64_t *generations, const int64_t *rows,
-                   const int64_t *sequence, const int64_t *head, const int64_t *slot, const int64_t *page,
-                   const int64_t *evicted, const int64_t *host, const int64_t *spare, int64_t *left, int64_t *pieces) {
-    int64_t first = 0, last = count;
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t h = head[i], row = rows[sequence[i]];
-        const bool lent = left[h] > 0;
-        int64_t *to = pieces + (lent ? first++ : --last);
-        const int64_t fields[FIELDS] = {row,     generations[row], h, slot[i], page[i], evicted[i],
-                                        host[i], lent ? spare[h * spare_pages + --left[h]] : -1, 1};
-        for (int64_t f = 0; f < FIELDS; ++f) to[f * count] = fields[f];
+// Fields of a miss, as in selector.py.
+enum { MISS_HOST, MISS_HEAD, MISS_DEVICE, MISS_SEQUENCE, MISS_SLOT, MISS_PAGE, MISS_EVICTED };
+
+// What `oasis_lend` works on: all but the last line stay as they are for a layer.
+struct LendArgs {
+    int64_t capacity, layers, layer, heads, spare_pages, base;
+    const int64_t *generations, *spare;
+    int64_t *left;
+    const int64_t *rows, *misses;
+    int64_t stride, count;
+    int64_t *pieces, *runs, *shares;
+};
+
+// Lends each of `count` misses (`[7, stride]`) of a layer a row of its head's stack `spare[head]`, of which the first
+// `left[head]` are there, and fills in as many pieces: first those that got one, in their order. Returns how many these
+// are. Piece ids of the source count `[pages, layers, heads]`, those of the target begin at `base` for this layer.
+// `shares` `[any, 3]`, of which `runs` are there, gains row, generation and length of each run of pieces of an attempt.
+int64_t oasis_lend(const LendArgs *args) {
+    const LendArgs a = *args;
+    int64_t first = 0, last = a.count;
+    for (int64_t i = 0; i < a.count; ++i) {
+        const int64_t *m = a.misses + i;
+        const int64_t h = m[MISS_HEAD * a.stride], row = a.rows[m[MISS_SEQUENCE * a.stride]];
+        const bool lent = a.left[h] > 0;
+        int64_t *to = a.pieces + (lent ? first++ : --last);
+        const int64_t at = lent ? a.spare[h * a.spare_pages + --a.left[h]] : -1;
+        const int64_t fields[FIELDS] = {row, a.generations[row], h, m[MISS_SLOT * a.stride], m[MISS_PAGE * a.stride],
+                                        m[MISS_EVICTED * a.stride], at, 1,
+                                        (m[MISS_HOST * a.stride] * a.layers + a.layer) * a.heads + h, a.base + at};
+        for (int64_t f = 0; f < FIELDS; ++f) to[f * a.capacity] = fields[f];
+        if (!lent) continue;
+        int64_t *run = a.shares + 3 * (*a.runs - 1);
+        if (*a.runs == 0 || run[0] != row || run[1] != a.generations[row]) {
+            run += 3, ++*a.runs;
+            run[0] = row, run[1] = a.generations[row], run[2] = 0;
+        }
+        ++run[2];
     }
     return first;
 }
 
-// Takes back the spare rows of pieces whose plan has ended. Where the copy is good (`done`) and the maps still count on
-// it, the row takes the place of the cell, whose own row goes to the stack. Returns how many did.
-int64_t oasis_adopt(int64_t count, int64_t heads, int64_t set_pages, int64_t spare_pages, int64_t done,
-                    const int64_t *generations, const int32_t *page_of, const int64_t *owned, int64_t *cells,
-                    int64_t *spare, int64_t *left, int64_t *pieces) {
+// Takes back the spare rows of a layer's pieces whose plan has ended. Where the copy is good (`done`) and the maps still
+// count on it, the row takes the place of the cell, whose own row goes to the stack. Returns how many did.
+int64_t oasis_adopt(int64_t count, int64_t capacity, int64_t heads, int64_t set_pages, int64_t spare_pages,
+                    int64_t done, const int64_t *generations, const int32_t *page_of, const int64_t *owned,
+                    int64_t *cells, int64_t *spare, int64_t *left, int64_t *pieces) {
     int64_t kept = 0;
     for (int64_t i = 0; i < count; ++i) {
         int64_t *p = pieces + i;
-        const int64_t row = p[ROW * count], h = p[HEAD * count], slot = p[SLOT * count];
-        int64_t back = p[LENT * count];
-        if (done && p[WAITING * count] && generations[row] == p[GENERATION * count] &&
-            page_of[(row * heads + h) * set_pages + slot] == p[PAGE * count]) {
+        const int64_t row = p[ROW * capacity], h = p[HEAD * capacity], slot = p[SLOT * capacity];
+        int64_t back = p[LENT * capacity];
+        if (done && p[WAITING * capacity] && generations[row] == p[GENERATION * capacity] &&
+            page_of[(row * heads + h) * set_pages + slot] == p[PAGE * capacity]) {
             std::swap(back, cells[owned[row * set_pages + slot] * heads + h]);
             ++kept;
         }
         spare[h * spare_pages + left[h]++] = back;
-        p[LENT * count] = -1;
-        if (done) p[WAITING * count] = 0;
+        p[LENT * capacity] = -1;
+        if (done) p[WAITING * capacity] = 0;
     }
     return kept;
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasis_sglang.memory_pool.prefetch.ledger import Ledger
-from oasis_sglang.memory_pool.prefetch.messages import Completion, Share
+from oasis_sglang.memory_pool.prefetch.messages import Completion
 
 GENERATIONS = st.integers(1, 3)
 ACTIONS = st.one_of(
@@ -30,7 +31,7 @@ def test_every_plan_is_reported_once(actions: list[tuple]) -> None:
             case "submit":
                 generation, row = values
                 sequence = ledger.next_sequence()
-                ledger.submit(sequence, generation, (Share(row, 1, 10),))
+                ledger.submit(sequence, generation, np.array([(row, 1, 10)]))
                 under_way[sequence], told[sequence] = (generation, row), set()
                 submitted += 1
             case "complete":

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import zmq
 
 from oasis_sglang.memory_pool.prefetch.ledger import AttemptKey, Finished, Ledger
 from oasis_sglang.memory_pool.prefetch.messages import (
+    IDS,
     BadMessage,
     Cancel,
     Completion,
     Message,
     Plan,
-    Share,
     decode,
     encode,
     pack_ids,
-    pack_shares,
 )
 from oasis_sglang.memory_pool.prefetch.process import Endpoints
 from oasis_sglang.memory_pool.prefetch.sockets import can_read, try_send
@@ -101,7 +100,7 @@ class PrefetchClient:
 
     def submit(
         self,
-        attempts: Sequence[tuple[int, int, int]],
+        attempts: object,
         source_ids: object,
         target_ids: object,
         *,
@@ -112,7 +111,8 @@ class PrefetchClient:
         """Have `source_ids[i]` copied to `target_ids[i]` for every i.
 
         Args:
-            attempts: (row, generation, pieces) of those that the pieces are for, in the order of the pieces.
+            attempts: `[n, 3]` integers, (row, generation, pieces) of those that the pieces are for, in the order of the
+                pieces; kept until the plan has ended.
             source_ids, target_ids: `[pieces]` int64, in host memory. An id out of range makes the plan `refused`.
 
         Returns:
@@ -121,7 +121,7 @@ class PrefetchClient:
         Raises:
             ValueError: the plan is larger than `messages.MAX_FRAME_BYTES`.
         """
-        shares = tuple(Share(*attempt) for attempt in attempts)
+        shares = np.ascontiguousarray(attempts, dtype=IDS).reshape(-1, 3)
         sequence = self._ledger.next_sequence()
         frame = encode(
             Plan(
@@ -129,7 +129,7 @@ class PrefetchClient:
                 step,
                 first_layer,
                 end_layer,
-                pack_shares(shares),
+                shares.tobytes(),
                 pack_ids(source_ids),
                 pack_ids(target_ids),
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from oasis_sglang.memory_pool.prefetch.messages import Completion, Share, Status
+import numpy as np
+
+from oasis_sglang.memory_pool.prefetch.messages import Completion, Status
 
 AttemptKey = tuple[int, int]
 
@@ -15,7 +17,6 @@ class Finished(NamedTuple):
     Attributes:
         status: `done`, `refused` or `failed` as in `Completion`; `lost`: its worker is gone, and any of its pieces may
             be missing or half written.
-        attempts: as they were submitted.
         cancelled: (row, generation) of attempts cancelled while the plan was under way: their pieces may be missing
             from a `done` plan too.
         pieces, bytes, seconds: what was copied, and how long copying took; 0 for `lost`.
@@ -23,7 +24,6 @@ class Finished(NamedTuple):
 
     sequence: int
     status: Status | Literal["lost"]
-    attempts: tuple[Share, ...]
     cancelled: frozenset[AttemptKey]
     pieces: int
     bytes: int
@@ -31,11 +31,14 @@ class Finished(NamedTuple):
 
 
 class _Entry:
-    def __init__(self, generation: int, attempts: tuple[Share, ...]) -> None:
+    def __init__(self, generation: int, attempts: np.ndarray) -> None:
         self.generation = generation
         self.attempts = attempts
-        self.pieces = sum(share.pieces for share in attempts)
+        self.pieces = int(attempts[:, 2].sum())
         self.cancelled: set[AttemptKey] = set()
+
+    def concerns(self, attempt: AttemptKey) -> bool:
+        return attempt not in self.cancelled and bool((self.attempts[:, :2] == attempt).all(axis=1).any())
 
 
 class Ledger:
@@ -63,7 +66,8 @@ class Ledger:
         self._last += 1
         return self._last
 
-    def submit(self, sequence: int, generation: int, attempts: tuple[Share, ...]) -> None:
+    def submit(self, sequence: int, generation: int, attempts: np.ndarray) -> None:
+        """`attempts` `[n, 3]`: row, generation and pieces of each `Share`."""
         entry = _Entry(generation, attempts)
         self._entries[sequence] = self._by_generation.setdefault(generation, {})[sequence] = entry
         self.submitted += 1
@@ -72,11 +76,7 @@ class Ledger:
         """Mark an attempt as cancelled; the generations that have plans for it and do not know yet."""
         tell = []
         for generation, entries in self._by_generation.items():
-            concerned = [
-                entry
-                for entry in entries.values()
-                if attempt not in entry.cancelled and any(share[:2] == attempt for share in entry.attempts)
-            ]
+            concerned = [entry for entry in entries.values() if entry.concerns(attempt)]
             for entry in concerned:
                 entry.cancelled.add(attempt)
             if concerned:
@@ -94,7 +94,6 @@ class Ledger:
         return Finished(
             message.sequence,
             message.status,
-            entry.attempts,
             frozenset(entry.cancelled),
             message.pieces,
             message.bytes,
@@ -104,7 +103,7 @@ class Ledger:
     def lose(self, generation: int) -> list[Finished]:
         """Report every plan of a generation that is gone."""
         return [
-            Finished(sequence, "lost", entry.attempts, frozenset(entry.cancelled), 0, 0, 0.0)
+            Finished(sequence, "lost", frozenset(entry.cancelled), 0, 0, 0.0)
             for sequence in list(self._by_generation.get(generation, ()))
             for entry in (self._take(sequence),)
         ]
