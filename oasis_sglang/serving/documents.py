@@ -50,9 +50,17 @@ class Documents:
         return [source[(start + i) % len(source)] for i in range(tokens)]
 
     def with_question(
-        self, index: int, tokens: int, question: str, fact: str = "", depth: float = 0.5, instruction: str = ""
+        self,
+        index: int,
+        tokens: int,
+        question: str,
+        fact: str = "",
+        depth: float = 0.5,
+        instruction: str = "",
+        answer: str = "",
     ) -> list[int]:
-        """A chat prompt of exactly `tokens` tokens: instruction, document with `fact` planted at `depth`, question.
+        """A chat prompt of exactly `tokens` tokens: instruction, document with `fact` planted at `depth`, question, and
+        the first words of the answer.
 
         `depth` 0 is the document's beginning, 1 its end.
         """
@@ -61,7 +69,7 @@ class Documents:
         rendered = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         before, after = rendered.split(marker)
         # The template's special tokens are in the text already, so the pieces are encoded without adding more.
-        head, tail = self.encode(before), self.encode(after)
+        head, tail = self.encode(before), self.encode(after + answer)
         planted = self.encode(f"\n\n{fact}\n\n") if fact else []
         room = tokens - len(head) - len(tail) - len(planted)
         if room < 0:
