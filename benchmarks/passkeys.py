@@ -1,12 +1,12 @@
 """Does the backend find what dense attention finds? Distinct passkeys in long contexts, answer by answer.
 
-Every prompt hides a number of its own in a text of its own; dense SGLang answers each once, then the backend answers
+Every prompt hides a number of its own in a text of its own, in the demo's words, in which the demo model finds it; dense SGLang answers each once, then the backend answers
 all of them in several rounds, many at a time, on a device pool that holds only a few of the contexts. Reported: how
 many answers equal dense's for the same prompt, how many hold the number, and whether all rounds are identical. Later
 rounds are served from the radix cache; before the last one it is flushed, so that both ways are compared.
 
 In float32: 16-bit types round differently when a prompt is cut into other chunks or shares its batch with others, and
-many of a small model's answers hang on nearly tied tokens, dense SGLang's too.
+where a small model does not know the answer, it hangs on nearly tied tokens, dense SGLang's too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import common
+from oasis_sglang.demo import INSTRUCTION, PLACES, fact, question
 from oasis_sglang.serving import Answer, Client, Documents, Report, ask_all, greedy
-
-INSTRUCTION = "Read the following text, then answer the question at its end.\n\n"
-QUESTION = "What is the pass key? Answer with the number only."
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -29,7 +27,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.set_defaults(dtype="float32")
     parser.add_argument("--prompts", type=int, default=64, help="prompts, each with its own key (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4000, help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=12, help="longest answer (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=20, help="longest answer (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=16, help="prompts at once (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the oasis server (default: %(default)s)")
     parser.add_argument("--budget", type=int, default=2048, help="token budget (default: %(default)s)")
@@ -46,9 +44,9 @@ def passkey_prompts(arguments: argparse.Namespace, documents: Documents) -> tupl
     keys = [str(key) for key in chance.sample(range(10_000, 100_000), arguments.prompts)]
     prompts = []
     for index, key in enumerate(keys):
-        fact = f"Remember this: the pass key is {key}. The pass key is {key}."
-        depth = chance.uniform(0.05, 0.95)
-        prompts.append(documents.with_question(index, arguments.tokens, QUESTION, fact, depth, INSTRUCTION))
+        where, depth = PLACES[index % len(PLACES)], chance.uniform(0.05, 0.95)
+        planted = fact(where, key)
+        prompts.append(documents.with_question(index, arguments.tokens, question(where), planted, depth, INSTRUCTION))
     return prompts, keys
 
 

@@ -31,6 +31,7 @@ from oasis_sglang.serving import (
 )
 
 PLACES = ("harbour", "museum", "library", "station", "garden", "castle", "bakery", "school")
+INSTRUCTION = "Read the following text, then answer the question at its end.\n\n"
 CODES = (48213, 70564, 19387, 62950, 35718, 84026, 27491, 91635)
 
 
@@ -78,20 +79,21 @@ def code(index: int) -> str:
     return str(CODES[index % len(CODES)] + 1000 * (index // len(CODES)) % 9000)
 
 
-def question(index: int) -> str:
-    return f"What is the door code of the {place(index)}? Answer with the number only."
+def fact(where: str, number: str) -> str:
+    """Twice, because the demo model is small and overlooks things that are said once."""
+    return f"Remember this: the door code of the {where} is {number}. The door code of the {where} is {number}."
+
+
+def question(where: str) -> str:
+    return f"What is the door code of the {where}? Answer with the number only."
 
 
 def build_prompts(arguments: argparse.Namespace, documents: Documents) -> list[list[int]]:
     """One document a question; the fact stands at another depth in each, from the first lines to the last."""
     return [
         documents.with_question(
-            index, arguments.tokens, question(index),
-            # Twice, because the demo model is small and overlooks things that are said once.
-            fact=f"Remember this: the door code of the {place(index)} is {code(index)}. "
-            f"The door code of the {place(index)} is {code(index)}.",
-            depth=(index + 0.5) / arguments.documents,
-            instruction="Read the following text, then answer the question at its end.\n\n",
+            index, arguments.tokens, question(place(index)), fact(place(index), code(index)),
+            (index + 0.5) / arguments.documents, INSTRUCTION,
         )
         for index in range(arguments.documents)
     ]  # fmt: skip
@@ -147,9 +149,8 @@ def ask(
 
 
 def show(dense: Side, oasis: Side, report: Report, arguments: argparse.Namespace) -> None:
-    rows = [
-        (question(index), short(dense.texts[index]), short(oasis.texts[index])) for index in range(len(dense.texts))
-    ]
+    answers = enumerate(zip(dense.texts, oasis.texts, strict=True))
+    rows = [(question(place(index)), short(theirs), short(ours)) for index, (theirs, ours) in answers]
     report.table("Answers", ("question", dense.name, oasis.name), rows)
     report.table(
         f"{len(dense.texts)} documents of {arguments.tokens:,} tokens, all asked at once",
