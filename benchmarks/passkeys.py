@@ -1,9 +1,10 @@
 """Does the backend find what dense attention finds? Distinct passkeys in long contexts, answer by answer.
 
-Every prompt hides a number of its own in a text of its own, in the demo's words, in which the demo model finds it; dense SGLang answers each once, then the backend answers
-all of them in several rounds, many at a time, on a device pool that holds only a few of the contexts. Reported: how
-many answers equal dense's for the same prompt, how many hold the number, and whether all rounds are identical. Later
-rounds are served from the radix cache; before the last one it is flushed, so that both ways are compared.
+Every prompt hides a number of its own in a text of its own, in words that the demo model understands; dense SGLang
+answers each once, then the backend answers all of them in several rounds, many at a time, on a device pool that holds
+only a few of the contexts. Reported: how many answers equal dense's for the same prompt, how many hold the number, and
+whether all rounds are identical. Later rounds are served from the radix cache; before the last one it is flushed, so
+that both ways are compared.
 
 In float32: 16-bit types round differently when a prompt is cut into other chunks or shares its batch with others, and
 where a small model does not know the answer, it hangs on nearly tied tokens, dense SGLang's too.
