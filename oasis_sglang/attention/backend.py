@@ -10,7 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from oasis_sglang import coordinator, metrics
 from oasis_sglang.attention.page_table import DecodePlan
-from oasis_sglang.memory_pool.tier import ExtendSequence
+from oasis_sglang.memory_pool.extend import ExtendSequence
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch

@@ -15,14 +15,15 @@ with them. Knows torch, not SGLang.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from oasis_sglang.attention.ops import AttentionOps, TableLayout
-from oasis_sglang.attention.page_table import DecodePlan, sparse_mask
+from oasis_sglang.attention.page_table import DecodePlan
 from oasis_sglang.attention.selector import Selection, create_selector
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.extend import Extend, ExtendSequence
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.prefetcher import Late, Prefetcher
 from oasis_sglang.memory_pool.sizing import PoolGeometry
@@ -39,20 +40,6 @@ if TYPE_CHECKING:
 # Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by
 # their rank, stay above the mark of an empty slot.
 FIRST_STEP = 1 << 24
-# Queries replayed at once: each gathers a budget of its own.
-REPLAY_QUERIES = 16
-
-
-class ExtendSequence(NamedTuple):
-    """One sequence of a prompt chunk: tokens `[prefix, prefix + new)` are computed now."""
-
-    row: int
-    prefix: int
-    new: int
-    slots: torch.Tensor  # [new] int64
-    pages: torch.Tensor  # [ceil((prefix + new) / page_size)] host pages, in sequence order
-    # Tokens that the request came with. Any after them were decoded before it was retracted; None: there are none.
-    prompt: int | None = None
 
 
 class TierStats:
@@ -120,16 +107,17 @@ class KVTier:
         self._v_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in v_pages]
         self._k_rows = [x.view(-1, width) for x in k_pages]
         self._v_rows = [x.view(-1, width) for x in v_pages]
-        self._heads = torch.arange(geometry.kv_heads)
+        self.heads = torch.arange(geometry.kv_heads)
         # `skip`: the pages chosen for each row's next step
         chosen = (geometry.layers, rows, geometry.kv_heads, config.budget_pages)
-        self._chosen = torch.zeros(chosen if config.miss_policy == "skip" else (0,), dtype=torch.int32)
-        self._chosen_tail = torch.zeros(rows, dtype=torch.int64)  # the tail page when they were chosen
-        self._was_sparse = torch.zeros(rows, dtype=torch.bool)
+        self.chosen = torch.zeros(chosen if config.miss_policy == "skip" else (0,), dtype=torch.int32)
+        self.chosen_tail = torch.zeros(rows, dtype=torch.int64)  # the tail page when they were chosen
+        self.was_sparse = torch.zeros(rows, dtype=torch.bool)
         step = (geometry.layers, rows * chain, geometry.kv_heads, geometry.head_dim)
         self._new_k, self._new_v = torch.empty(step, dtype=dtype), torch.empty(step, dtype=dtype)
         # (layer, queries, scale) of a chain, until it is known which token was the last accepted
         self._queries: list[tuple[int, torch.Tensor, float]] = []
+        self._extend = Extend(self)
         self.prefetcher: Prefetcher | None = None
         self.step = FIRST_STEP
         self.stats = TierStats()
@@ -178,90 +166,12 @@ class KVTier:
         self, layer: int, sequence: ExtendSequence, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """One layer of one sequence's prompt chunk; `q` `[new, Hq, D]`, `k` and `v` `[new, H, D]`; returns like `q`."""
-        prefix, page = sequence.prefix, self.geometry.page_size
-        keys, values = k.transpose(0, 1), v.transpose(0, 1)
-        if prefix:
-            old = self.host.read_sequence(layer, sequence.pages[: -(-prefix // page)], prefix)
-            keys, values = torch.cat((old[0], keys), dim=1), torch.cat((old[1], values), dim=1)
-            if layer == 0:
-                self.stats.load_back_tokens += prefix
-        out = self.ops.prefill(q, keys, values, prefix, scale)
-
-        self.host.write_layer(layer, sequence.slots, k, v)
-        touched = sequence.pages[prefix // page :]
-        total = prefix + sequence.new
-        last = total - (sequence.pages.numel() - 1) * page
-        self.summaries.rebuild(layer, touched, self.host.read_keys(layer, touched), last)
-        self._replay(layer, sequence, q, out, scale)
-        self._settle(layer, sequence, q[-1:], scale)
-        return out
-
-    def _replay(self, layer: int, sequence: ExtendSequence, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-        """Attend for tokens that were decoded before a retraction as decode did, from the host pool: dense attention
-        would give them other keys and values in the next layers, and the request another text."""
-        prefix, page, heads = sequence.prefix, self.geometry.page_size, self.geometry.kv_heads
-        total = prefix + sequence.new
-        first = total if sequence.prompt is None else max(prefix, sequence.prompt)
-        if first >= total or layer < self.config.dense_layers:
-            return
-        lengths = torch.arange(first, total) + 1
-        host_rows = self.host.rows.view(self.host.dtype)
-        every_page = self.summaries.row_ids(sequence.pages).T
-        for part in lengths[sparse_mask(lengths, self.config)].split(REPLAY_QUERIES):
-            at, tail, n = part - 1 - prefix, (part - 1) // page, part.numel()
-            if not n:
-                continue
-            rows = every_page.expand(n, heads, -1)
-            scores = self.summaries.score(self.ops, layer, q[at], rows, tail, scale)
-            chosen = select_pages(scores, tail, self.config)
-            attended = torch.cat((chosen, tail.view(n, 1, 1).expand(n, heads, 1)), dim=-1)
-            table = self.host.row_ids(layer, sequence.pages[attended], self._heads.view(1, -1, 1))
-            tokens = part - tail * page + self.config.budget_pages * page
-            layout = TableLayout(tokens, attended.shape[-1], page, 1, q.dtype)
-            query = q[at].unsqueeze(1)
-            out[at] = self.ops.attend(query, host_rows[:, 0], host_rows[:, 1], table, layout, scale).squeeze(1)
+        return self._extend.run(layer, sequence, q, k, v, scale)
 
     def finish_extend(self, sequences: list[ExtendSequence]) -> None:
         """After the last layer: the chunk's tokens count as written."""
         for sequence in sequences:
             self.host.mark_written(sequence.slots)
-
-    def _settle(self, layer: int, sequence: ExtendSequence, q: torch.Tensor, scale: float) -> None:
-        """Bring the row's working set in: the whole sequence while it fits, else the pages its last query asks for."""
-        row, count = sequence.row, sequence.pages.numel()
-        width = int(self.sets.width[row])
-        heads = self.geometry.kv_heads
-        total = torch.tensor([sequence.prefix + sequence.new])
-        scores = chosen = None
-        self._was_sparse[row] = bool(sparse_mask(total, self.config))
-        if self._was_sparse[row]:
-            candidates = torch.tensor([count - 1])
-            rows = self.summaries.row_ids(sequence.pages[:-1]).T.unsqueeze(0)
-            scores = self.summaries.score(self.ops, layer, q, rows, candidates, scale)
-            chosen = select_pages(scores, candidates, self.config)
-            if self.config.miss_policy == "skip":
-                self._chosen[layer, row] = chosen[0].to(torch.int32)
-                self._chosen_tail[row] = count - 1
-        if count <= width:
-            pages = torch.arange(count).expand(heads, count)
-            used = (torch.arange(count) + (self.step - count)).expand(heads, count)
-            if chosen is not None:
-                # The next step attends to these, so the page it may have to start must not take the place of one.
-                used = used.scatter(-1, chosen[0], self.step)
-        else:
-            if scores is None or chosen is None:
-                raise RuntimeError(f"a dense sequence of {count} pages has a working set of {width}")
-            # The budget's pages first, then by score what else there is room for, and the tail.
-            budget, room = chosen.shape[-1], width - 1
-            first = torch.arange(2 * budget, budget, -1, dtype=scores.dtype).expand_as(chosen)
-            best = scores.scatter(-1, chosen, first).topk(room, dim=-1).indices[0]
-            pages = torch.cat((best, torch.full((heads, 1), count - 1)), dim=1)
-            used = torch.cat((torch.arange(-1, -room - 1, -1), torch.zeros(1, dtype=torch.int64))) + self.step
-        self.sets.place(layer, row, pages, used)
-        slots = pages.shape[1]
-        head = self._heads.view(-1, 1).expand(heads, slots)
-        rows = self.sets.cells.rows[layer, self.sets.pages[row, :slots]].T
-        self.transfer.load(layer, sequence.pages[pages].reshape(-1), head.reshape(-1), rows.reshape(-1))
 
     # -- decode ---------------------------------------------------------------------------------------------------
 
@@ -282,9 +192,9 @@ class KVTier:
         self.stats.sparse_sequences += plan.sparse.numel()
         self.stats.dense_sequences += plan.dense.numel()
         if plan.sparse.numel():
-            plan.crossing = (~self._was_sparse[plan.sparse_rows]).nonzero(as_tuple=True)[0]
-        self._was_sparse[rows] = False
-        self._was_sparse[plan.sparse_rows] = True
+            plan.crossing = (~self.was_sparse[plan.sparse_rows]).nonzero(as_tuple=True)[0]
+        self.was_sparse[rows] = False
+        self.was_sparse[plan.sparse_rows] = True
         self._start_pages(plan)
         self._find_tokens(plan)
         n, heads = rows.numel(), self.geometry.kv_heads
@@ -326,7 +236,7 @@ class KVTier:
         owned = self.sets.pages[plan.rows].view(1, n, 1, -1).expand(layers, n, heads, -1)
         pages = owned.gather(-1, slot)  # [layers, n, heads, new]
         layer = torch.arange(layers).view(-1, 1, 1, 1)
-        plan.token_rows = self.sets.cells.rows[layer, pages, self._heads.view(-1, 1)].transpose(2, 3).contiguous()
+        plan.token_rows = self.sets.cells.rows[layer, pages, self.heads.view(-1, 1)].transpose(2, 3).contiguous()
         if plan.new > 1 and plan.sparse.numel():
             spills = plan.pages[plan.sparse, -1] != plan.sparse_tail
             plan.spill_rows = plan.token_rows[:, plan.sparse, -1].masked_fill(~spills.view(1, -1, 1), 0)
@@ -395,13 +305,13 @@ class KVTier:
     def _look_ahead(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> None:
         """`skip`: choose and fetch the next step's pages by the queries `[n, any, Hq, D]`."""
         picked = self._select(plan, layer, q, scale)
-        self._chosen[layer, plan.sparse_rows] = picked.attended.to(torch.int32)
+        self.chosen[layer, plan.sparse_rows] = picked.attended.to(torch.int32)
         if self.prefetcher is None:
             self.transfer.load(layer, *picked.loads)
         else:
             self._go_without(layer, self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step))
         if layer == self.geometry.layers - 1:
-            self._chosen_tail[plan.sparse_rows] = plan.sparse_tail
+            self.chosen_tail[plan.sparse_rows] = plan.sparse_tail
 
     def finish_decode(self, plan: DecodePlan, accepted: torch.Tensor | None = None) -> None:
         """After the last layer: commit the step's tokens to the host pool and the summaries.
@@ -477,9 +387,9 @@ class KVTier:
             return
         if late.host.size:
             self.transfer.load(layer, *(torch.from_numpy(x) for x in (late.host, late.host_heads, late.pool_rows)))
-        if not self._chosen.numel():  # `wait` chooses anew
+        if not self.chosen.numel():  # `wait` chooses anew
             return
-        chosen = self._chosen[layer].numpy()
+        chosen = self.chosen[layer].numpy()
         match = chosen[late.rows, late.heads] == late.pages.reshape(-1, 1)
         piece, column = match.nonzero()
         chosen[late.rows[piece], late.heads[piece], column] = late.instead[piece]
@@ -491,17 +401,17 @@ class KVTier:
         dense until now has nothing chosen, and everything resident: it chooses by its current query. Without a
         predictor the choice stays.
         """
-        wanted = self._chosen[layer, plan.sparse_rows].long()
-        fresh = plan.sparse_tail != self._chosen_tail[plan.sparse_rows]
+        wanted = self.chosen[layer, plan.sparse_rows].long()
+        fresh = plan.sparse_tail != self.chosen_tail[plan.sparse_rows]
         wanted[fresh, :, -1] = plan.sparse_tail[fresh].view(-1, 1) - 1
         if plan.crossing.numel():
             wanted[plan.crossing] = self._refresh(plan, layer, q, scale, plan.crossing)
         if self.config.predictor == "none":
             # nothing else keeps these pages from being evicted, or remembers what took a page's place
-            self._chosen[layer, plan.sparse_rows] = wanted.to(torch.int32)
+            self.chosen[layer, plan.sparse_rows] = wanted.to(torch.int32)
             self.sets.touch(layer, plan.sparse_rows, self._slots(layer, plan.sparse_rows, wanted), self.step)
             if layer == self.geometry.layers - 1:
-                self._chosen_tail[plan.sparse_rows] = plan.sparse_tail
+                self.chosen_tail[plan.sparse_rows] = plan.sparse_tail
         return wanted
 
     def _sample(self, plan: DecodePlan, layer: int, q: torch.Tensor, attended: torch.Tensor, scale: float) -> None:
@@ -534,7 +444,7 @@ class KVTier:
             new = x.view(-1, plan.new, *x.shape[1:])[sparse].flatten(0, 1)
             self.host.kv[slots // page, layer, :, side, slots % page] = new.view(self.host.store_dtype)
         host_rows = self.host.rows.view(self.host.dtype)
-        table = self.host.row_ids(layer, plan.sparse_host_pages.unsqueeze(1), self._heads.view(1, -1, 1))
+        table = self.host.row_ids(layer, plan.sparse_host_pages.unsqueeze(1), self.heads.view(1, -1, 1))
         table = table.masked_fill(plan.sparse_host_pages.unsqueeze(1) == 0, 0)
         if plan.host_layout is None:
             plan.host_layout = TableLayout(plan.seq_lens[sparse], table.shape[-1], page, plan.new, q.dtype)

@@ -6,9 +6,10 @@ import torch
 
 from oasis_sglang.attention.native_ops import create_cpu_ops
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool.extend import ExtendSequence
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.sketch import every_dim, slow_half
-from oasis_sglang.memory_pool.tier import ExtendSequence, KVTier
+from oasis_sglang.memory_pool.tier import KVTier
 from oasis_sglang.memory_pool.working_set import Attempt
 
 

@@ -400,10 +400,10 @@ def test_residency_is_that_of_the_tier(
     sequence = harness.admit(prompt + steps)
     assert sequence is not None
     harness.extend(sequence, prompt)
-    chosen = [tier._chosen[:, sequence.attempt.row].long()]
+    chosen = [tier.chosen[:, sequence.attempt.row].long()]
     for _ in range(steps):
         harness.decode([sequence])
-        chosen.append(tier._chosen[:, sequence.attempt.row].long())
+        chosen.append(tier.chosen[:, sequence.attempt.row].long())
     columns = len(sequence.pages)
     scores = [
         torch.stack([torch.nn.functional.pad(x, (0, columns - x.shape[-1]), value=-torch.inf) for x in part])

@@ -79,7 +79,7 @@ def test_a_prompt_that_fills_its_working_set(slack: float, extra: int) -> None:
         s = harness.admit(300)
         assert s is not None
         harness.extend(s, config.max_set_pages * 16 + extra)
-        chosen = harness.tier._chosen[:, s.attempt.row].long()
+        chosen = harness.tier.chosen[:, s.attempt.row].long()
         for _ in range(3):
             harness.decode([s])
         assert chosen.shape[-1] == config.budget_pages

@@ -51,8 +51,8 @@ def test_the_tier_samples_what_it_attends_to(monkeypatch: pytest.MonkeyPatch, ch
     agreed = pages = 0
     mass = []
     for _ in range(12):
-        chosen = harness.tier._chosen[1, s.attempt.row].tolist()
-        before, last_tail = s.tokens, int(harness.tier._chosen_tail[s.attempt.row])
+        chosen = harness.tier.chosen[1, s.attempt.row].tolist()
+        before, last_tail = s.tokens, int(harness.tier.chosen_tail[s.attempt.row])
         q, k, _v, _out = (x[0] for x in harness.verify([s], [1])[1])
         tail = before // 16
         chosen = [[*each[:-1], tail - 1] if tail != last_tail else each for each in chosen]

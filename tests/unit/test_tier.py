@@ -189,7 +189,7 @@ def test_skip_attends_to_budget_and_tail_without_waiting(predictor: str, fetch_r
     assert max(per_step) <= layers_and_heads * config.fetch_cap_pages
     assert (sum(per_step) > 0) == (predictor == "previous")
     resident = harness.tier.sets.slot_of[:, s.attempt.row]
-    chosen = harness.tier._chosen[:, s.attempt.row].long()
+    chosen = harness.tier.chosen[:, s.attempt.row].long()
     assert bool((resident.gather(-1, chosen) >= 0).all()), "pages chosen for the next step must be resident"
 
 
