@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 .PHONY: help venv model demo test lint serve clean distclean
 
 help:
-	@echo "make demo       start SGLang with OasisKV on the demo model and watch it work"
+	@echo "make demo       the same long documents on dense SGLang and on OasisKV, side by side"
 	@echo "make test       run the tests (ARGS=\"-k name\" selects)"
 	@echo "make lint       ruff and mypy"
 	@echo "make serve      serve the demo model on port $(PORT) (MODEL=path, ARGS=\"flags\")"

@@ -18,6 +18,10 @@ TransferName = Literal["inline", "workers"]
 SPARE_DIVISOR = 16
 
 
+# What no host could use, and computing with it could overflow.
+LARGEST = {"token_budget": 1 << 30, "page_size": 1 << 20, "min_sparse_len": 1 << 30, "prefetch_workers": 64}
+
+
 class ConfigError(ValueError):
     """A value in `--oasis-config` that cannot be used; the message names the key, the value and what works."""
 
@@ -38,10 +42,10 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             resident and lets misses arrive for the next step.
         predictor: where `skip` takes the query that chooses the next step's pages from: `draft` (every token of the
             chain of drafts that is verified), `previous` (the last token accepted) or `none` (never refresh; for
-            ablations). `draft` without speculation is `previous`.
-        summary: what the device keeps of every page's keys to choose by: `sketch` (each key in 4 bits a dimension: an
-            eighth of the bytes of 16-bit KV, and nearly the choice of the keys themselves) or `minmax` (largest and
-            smallest key of a page, Quest: half the bytes).
+            ablations). `draft` needs speculation.
+        summary: what the device keeps of every page's keys to choose by: `sketch` (each key, or the half of it that
+            matters, in 4 bits a dimension: nearly the choice of the keys themselves) or `minmax` (largest and smallest
+            key of a page, Quest).
         probe: with speculation, never accept a draft: it only looks ahead, as in the OasisKV paper.
         dense_layers: the first layers that attend to the whole sequence, read from the host pool.
         min_sparse_len: sequences shorter than this stay dense whatever the budget.
@@ -125,8 +129,8 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"page_size={page} must be a power of two, for example 16, 32 or 64")
         if self.token_budget < page:
             raise ConfigError(
-                f"token_budget={self.token_budget} is below one page (page_size={page}); use at least {page}, "
-                "for example 2048"
+                f"token_budget={self.token_budget} is below one page (page_size={page}); use a multiple of {page}, "
+                f"for example {max(page, 2048)}"
             )
         if self.token_budget % page:
             lower = self.token_budget // page * page
@@ -136,6 +140,9 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for name in ("sink_tokens", "recent_tokens", "dense_layers", "min_sparse_len", "prefetch_workers"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
+        for name, most in LARGEST.items():
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{name}={getattr(self, name)} is too large; use at most {most:,}")
         if self.sink_pages + self.recent_pages >= self.budget_pages:
             raise ConfigError(
                 f"sink_tokens={self.sink_tokens} and recent_tokens={self.recent_tokens} fill the whole "
@@ -147,10 +154,10 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"fetch_ratio={self.fetch_ratio} must lie in (0, 1]; 1.0 is no cap, the paper uses 0.05")
         if self.host_size_gb is not None and not (self.host_size_gb > 0 and math.isfinite(self.host_size_gb)):
             raise ConfigError(f"host_size_gb={self.host_size_gb} must be a positive number of GB per rank")
-        if not (self.host_to_device_ratio >= 1 and math.isfinite(self.host_to_device_ratio)):
+        if not 1 <= self.host_to_device_ratio <= 1e6:
             raise ConfigError(
-                f"host_to_device_ratio={self.host_to_device_ratio} must be at least 1: the host pool is the home of "
-                "every token, the device pool a cache of it"
+                f"host_to_device_ratio={self.host_to_device_ratio} must lie between 1 and 1,000,000: the host pool is "
+                "the home of every token, the device pool a cache of it"
             )
         if self.transfer == "inline" and self.prefetch_workers:
             raise ConfigError(
@@ -172,10 +179,18 @@ def parse_config(source: str | dict[str, Any] | OasisConfig | None) -> OasisConf
     Raises:
         ConfigError: bad JSON, a missing or unreadable file, an unknown key, a value of the wrong type or range.
     """
+    try:
+        return _parse(source).validate()
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("--oasis-config") else f"--oasis-config: {text}") from None
+
+
+def _parse(source: str | dict[str, Any] | OasisConfig | None) -> OasisConfig:
     if isinstance(source, OasisConfig):
-        return source.validate()
+        return source
     if source is None or (isinstance(source, str) and not source.strip()):
-        return OasisConfig().validate()
+        return OasisConfig()
     fields = _read(source) if isinstance(source, str) else source
     if not isinstance(fields, dict):
         raise ConfigError(
@@ -187,7 +202,7 @@ def parse_config(source: str | dict[str, Any] | OasisConfig | None) -> OasisConf
     if unknown:
         raise ConfigError(f"--oasis-config: unknown fields: {unknown}; known fields: {', '.join(known)}")
     try:
-        return msgspec.convert(fields, OasisConfig).validate()
+        return msgspec.convert(fields, OasisConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--oasis-config: {_explain(str(error), fields)}") from None
 
@@ -204,15 +219,25 @@ def _explain(message: str, fields: dict[str, Any]) -> str:
     return f"{key}={fields[key]!r}: {message}{hint}"
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different."""
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ConfigError(f"--oasis-config: {', '.join(twice)} given twice; give each key once")
+    return dict(pairs)
+
+
 def _read(text: str) -> Any:
     if not text.startswith("@"):
         try:
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_once)
         except json.JSONDecodeError as error:
             raise ConfigError(
                 f"--oasis-config is not valid JSON ({error}); got {text!r}. "
                 """Give an object such as '{"token_budget": 2048}' or a file as @oasis.json, .yaml or .toml"""
             ) from None
+    if text == "@":
+        raise ConfigError("--oasis-config @ names no file; give @oasis.json, .yaml or .toml")
     path = Path(text[1:]).expanduser()
     try:
         raw = path.read_bytes()

@@ -99,6 +99,12 @@ HOOKS: tuple[Hook, ...] = (
         "refuses beam search with 400",
     ),
     Hook(
+        f"{_SRT}managers.scheduler.validate_input_length",
+        Kind.AROUND,
+        ("req", "max_req_input_len", "allow_auto_truncate"),
+        "refuses prompts without tokens and unknown token ids with 400: either would end the scheduler",
+    ),
+    Hook(
         f"{_SCHEDULER}.is_fully_idle",
         Kind.AROUND,
         ("self", "for_health_check", "ignore_waiting"),

@@ -40,6 +40,7 @@ def handlers() -> dict[str, Any]:
         "add_one_req": _add_one_req,
         "materialized_host_hit_len": _host_hit_len,
         "validate_and_init": _refuse_beam,
+        "validate_input_length": _check_prompt,
         "is_fully_idle": _is_fully_idle,
         "_check_req_pool": _check_req_pool,
         "get_internal_state": _get_internal_state,
@@ -101,6 +102,7 @@ def _resolve_once(original: Any, self: Any) -> None:
     validate.check_device(view.device)
     validate.check_speculation(view, config)
     validate.check_model(model)
+    validate.check_layers(config, model.num_hidden_layers)
     validate.check_kv_dtype(view.kv_cache_dtype, model.dtype)
     return None
 
@@ -184,6 +186,12 @@ def _host_hit_len(original: Any, self: Any) -> int:
     # The tree sees every slot as resident, but what a hit finds is in the host pool: the device holds only the pages of
     # running requests.
     return original(self) if coordinator.active() is None else self.prefix_len
+
+
+def _check_prompt(original: Any, req: Any, max_req_input_len: int, allow_auto_truncate: bool) -> str | None:
+    if coordinator.active() is not None and (problem := validate.prompt_problem(req)):
+        return problem
+    return original(req, max_req_input_len, allow_auto_truncate)
 
 
 def _refuse_beam(original: Any, self: Any, req: Any, recv_req: Any) -> str | None:

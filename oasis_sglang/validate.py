@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from oasis_sglang.config import ConfigError, OasisConfig
@@ -32,12 +33,13 @@ REFUSALS = (
     Refusal("speculative_use_block_verification", (None, False), _LEAVE_OUT),
     Refusal("speculative_draft_window_size", (None,), f"{_LEAVE_OUT}: the draft attends to everything"),
     Refusal("enable_multi_layer_eagle", (None, False), "use a draft with one layer"),
-    Refusal("pp_size", (1,), "use --pp-size 1, and --tp-size to spread a model"),
+    Refusal("pp_size", (1,), "use --pp-size 1; a model must fit one rank"),
     Refusal("tp_size", (1,), "use --tp-size 1 with one server per model copy; more ranks are untested"),
     Refusal("dp_size", (1,), "use --dp-size 1 and start several servers"),
     Refusal("dcp_size", (1, None), "use --dcp-size 1"),
     Refusal("attn_cp_size", (1, None), "use --attn-cp-size 1"),
     Refusal("nnodes", (1,), "use --nnodes 1"),
+    Refusal("is_embedding", (None, False), f"{_LEAVE_OUT}: it serves generation only"),
     Refusal("enable_lora", (None, False), "merge the adapter into the model's weights"),
     Refusal("lora_paths", (None,), "merge the adapter into the model's weights"),
     Refusal("disaggregation_mode", ("null", None), "serve prefill and decode on one server"),
@@ -83,11 +85,26 @@ def check_flags(server_args: Any) -> None:
             raise ConfigError(
                 f"{_flag(refusal.field)}={value} does not work with --kv-backend oasis: {refusal.instead}"
             )
+    _check_draft(server_args)
+    tokens = getattr(server_args, "max_total_tokens", None)
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"--max-total-tokens={tokens} leaves no device pool: use a positive number, or leave it out")
     dtype = server_args.kv_cache_dtype
     if dtype not in KV_DTYPES:
         raise ConfigError(
             f"--kv-cache-dtype={dtype} does not work with --kv-backend oasis: use --kv-cache-dtype auto (the model's "
             "dtype) or bf16; 8- and 4-bit KV are untested and 4-bit scales would be lost"
+        )
+
+
+def _check_draft(server_args: Any) -> None:
+    algorithm, draft = server_args.speculative_algorithm, server_args.speculative_draft_model_path
+    # Anything else may be the name of a model that is still to be downloaded.
+    local = str(draft or "").startswith(("/", ".", "~"))
+    if algorithm is not None and (not draft or (local and not Path(draft).expanduser().is_dir())):
+        raise ConfigError(
+            f"--speculative-algorithm={algorithm} needs a draft model, and --speculative-draft-model-path={draft} is "
+            "none: give the folder of one (`oasis train-draft` makes it)"
         )
 
 
@@ -114,6 +131,23 @@ def check_speculation(server_args: Any, config: OasisConfig) -> None:
             f"--speculative-num-draft-tokens={chain} (--speculative-num-steps={server_args.speculative_num_steps}) "
             f"does not work with --kv-backend oasis and pages of {config.page_size} tokens: use 1 to {most - 1} steps"
         )
+
+
+def prompt_problem(request: Any) -> str | None:
+    """What makes a request's prompt impossible to compute, or None.
+
+    Args:
+        request: SGLang's `Req`.
+    """
+    ids = request.origin_input_ids
+    if not len(ids):
+        return "The prompt has no tokens; send at least one."
+    # pixels stand for themselves as ids beyond the vocabulary, until the model replaces them
+    if request.vocab_size and request.multimodal_inputs is None:
+        wrong = next((i for i in (min(ids), max(ids)) if not 0 <= i < request.vocab_size), None)
+        if wrong is not None:
+            return f"Token id {wrong} in the prompt is not in the vocabulary; ids are 0 to {request.vocab_size - 1}."
+    return None
 
 
 def check_kv_dtype(kv_dtype: Any, model_dtype: Any) -> None:
@@ -185,6 +219,18 @@ def check_model(model_config: Any) -> None:
         raise ConfigError(
             f"--model-path: {name} has head dims {model_config.head_dim} for K and {model_config.v_head_dim} for V, "
             f"which --kv-backend oasis does not support: {works}"
+        )
+
+
+def check_layers(config: OasisConfig, layers: int) -> None:
+    """
+    Raises:
+        ConfigError: `dense_layers` leaves no layer that attends sparsely.
+    """
+    if config.dense_layers >= layers:
+        raise ConfigError(
+            f"--oasis-config: dense_layers={config.dense_layers} leaves none of the model's {layers} layers sparse; "
+            f"use at most {layers - 1}"
         )
 
 

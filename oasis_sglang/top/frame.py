@@ -137,9 +137,9 @@ class History:
     """The scrapes that rates need.
 
     SGLang publishes a scheduler's metrics at every prefill, at every 40th decode step (`--decode-log-interval`) and
-    when it goes idle, and the oasis counters with them. A scrape in between shows no growth, and the next one all of
-    it at once. So rates are taken from publication to publication and hold until the next one, as long as something
-    runs.
+    when it goes idle; the oasis counters follow twice a second while steps run. A scrape in between shows no growth,
+    and the next one all of it at once. So rates are taken from publication to publication and hold until the next one,
+    as long as something runs.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,41 @@ def test_every_flag_of_the_table(refusal: Refusal, actions: dict[str, argparse.A
 def test_what_needs_speculation(flags: list[str], message: str, resolve: Resolve) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(models.ACCEPTED["Llama"], *flags)
+
+
+@pytest.mark.parametrize("draft", [[], ["--speculative-draft-model-path", "/nowhere/at/all"]])
+def test_speculation_without_a_draft(draft: list[str], resolve: Resolve) -> None:
+    """Named before a model is loaded."""
+    with pytest.raises(ConfigError, match=r"--speculative-draft-model-path=.* is none: give the folder"):
+        resolve(models.ACCEPTED["Llama"], "--speculative-algorithm", "EAGLE", *draft)
+
+
+@pytest.mark.parametrize("tokens", ["0", "-5"])
+def test_no_device_pool(tokens: str, resolve: Resolve) -> None:
+    with pytest.raises(ConfigError, match=f"--max-total-tokens={tokens} leaves no device pool"):
+        resolve(models.ACCEPTED["Llama"], "--max-total-tokens", tokens)
+
+
+def test_no_sparse_layer() -> None:
+    with pytest.raises(
+        ConfigError, match="dense_layers=30 leaves none of the model's 30 layers sparse; use at most 29"
+    ):
+        validate.check_layers(OasisConfig(dense_layers=30), 30)
+    validate.check_layers(OasisConfig(dense_layers=29), 30)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "The prompt has no tokens; send at least one."),
+        ([1, 100, 2], "Token id 100 in the prompt is not in the vocabulary; ids are 0 to 99."),
+        ([1, -5, 2], "Token id -5 in the prompt is not in the vocabulary; ids are 0 to 99."),
+        ([0, 99], None),
+    ],
+)
+def test_prompts_that_would_end_the_scheduler(ids: list[int], message: str | None) -> None:
+    request = SimpleNamespace(origin_input_ids=array("q", ids), vocab_size=100, multimodal_inputs=None)
+    assert validate.prompt_problem(request) == message
 
 
 @pytest.mark.parametrize(("steps", "page", "most"), [(8, 16, 7), (0, 16, 7), (16, 32, 15)])
@@ -212,8 +248,8 @@ def test_models_that_are_served(name: str, resolve: Resolve) -> None:
 
 
 def test_an_embedding_server(resolve: Resolve) -> None:
-    """C35: `--is-embedding` makes any decoder one that does not generate."""
-    with pytest.raises(ConfigError, match="does not generate text"):
+    """C35: `--is-embedding` makes any decoder one that does not generate: the flag is named, not the model."""
+    with pytest.raises(ConfigError, match=r"--is-embedding=True does not work .* leave the flag out"):
         resolve(models.ACCEPTED["Qwen3"], "--is-embedding")
 
 

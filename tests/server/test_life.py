@@ -157,6 +157,22 @@ def test_longer_than_the_context(client: Client, truth: Truth) -> None:
     assert str(CONTEXT) in message
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "The prompt has no tokens"),
+        ([], "input_ids cannot be empty"),  # SGLang's own
+        ([1, 2, 99_999_999], "99999999"),
+        ([1, -5], "-5"),
+    ],
+)
+def test_prompts_that_cannot_be_computed(client: Client, truth: Truth, prompt: Any, message: str) -> None:
+    """400, and the server goes on."""
+    assert message in refusal(client, prompt, greedy(4))
+    answer = client.stream(truth.question, greedy(2))
+    assert answer.tokens == 2
+
+
 def test_beam_search(client: Client, truth: Truth) -> None:
     """Contract 10: beam search copies KV by slot, which this pool does not do: 400, and the queue moves on."""
     request = Background(client, truth.prompts[AT], FULL)

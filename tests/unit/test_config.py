@@ -212,7 +212,7 @@ def test_choices_are_listed(key: str, choices: tuple[str, ...]) -> None:
         ({"page_size": -16}, "page_size=-16"),
         ({"page_size": 24}, "page_size=24"),
         ({"token_budget": 0}, "token_budget=0 is below one page"),
-        ({"token_budget": 15}, "token_budget=15 is below one page .page_size=16.; use at least 16"),
+        ({"token_budget": 15}, "token_budget=15 is below one page .page_size=16.; use a multiple of 16"),
         ({"token_budget": 100}, "token_budget=100 is not a multiple of page_size=16; use 96 or 112"),
         ({"token_budget": 2048, "page_size": 4096}, "below one page .page_size=4096."),
         ({"sink_tokens": -1}, "sink_tokens=-1 must not be negative"),
@@ -235,7 +235,7 @@ def test_choices_are_listed(key: str, choices: tuple[str, ...]) -> None:
         ({"fetch_ratio": float("nan")}, "fetch_ratio=nan"),
         ({"host_size_gb": 0}, "host_size_gb=0"),
         ({"host_size_gb": float("inf")}, "host_size_gb=inf"),
-        ({"host_to_device_ratio": 0.5}, "host_to_device_ratio=0.5 must be at least 1"),
+        ({"host_to_device_ratio": 0.5}, "host_to_device_ratio=0.5 must lie between 1"),
         ({"host_to_device_ratio": float("nan")}, "host_to_device_ratio=nan"),
         ({"host_to_device_ratio": float("inf")}, "host_to_device_ratio=inf"),
     ],
@@ -261,3 +261,21 @@ def test_a_working_set_always_has_room(page: int, budget: int, slack: float, lon
     assert config.max_set_pages >= config.budget_pages + 2
     assert config.max_set_pages * page >= max(longest_dense - 1, config.token_budget + page)
     assert 1 <= config.fetch_cap_pages <= config.budget_pages
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prefetch_workers": 100000, "transfer": "workers"}', "prefetch_workers=100000 is too large; use at most 64"),
+        ('{"host_to_device_ratio": 1e300}', "host_to_device_ratio=1e+300 must lie between 1 and 1,000,000"),
+        ('{"token_budget": 1e30}', "--oasis-config: token_budget"),
+        ('{"page_size": 4096}', "use a multiple of 4096, for example 4096"),
+        ('{"token_budget": 16, "token_budget": 32}', "token_budget given twice"),
+        ("@", "names no file"),
+        ('{"token_budget": 8}', "--oasis-config: token_budget=8"),
+    ],
+)
+def test_values_that_nothing_can_serve(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config(text)
+    assert message in str(error.value)
