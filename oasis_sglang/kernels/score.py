@@ -1,0 +1,410 @@
+"""Scoring pages by their key summaries, min/max bounds (Quest, arXiv 2406.10774) or 4-bit sketches.
+
+Two kernels: the first writes every query row's logit of every page, and for each part of the pages the row's maximum
+and sum, as split softmax needs them; the second turns logits into shares of a row's softmax, takes the mean over the query
+heads of a group and the maximum over the query tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from oasis_sglang.kernels.launch import (
+    ceil_div,
+    dot_dtype,
+    launch,
+    pow2,
+    require_rows,
+    split_count,
+    workspace,
+)
+from oasis_sglang.memory_pool.sketch import LANES, SCALE_BYTES
+
+MAX_SPLITS = 64
+SPLIT_PAGES = 64
+TOKENS_PER_BLOCK = 256
+SHARE_BLOCK = 1024
+# Adding and taking away 1.5 * 2^23 rounds a float32 to the nearest integer, halves to even, as torch.round does.
+ROUNDER = tl.constexpr(12582912.0)
+PRECISION = tl.constexpr("tf32x3")
+
+
+@triton.jit
+def to_codes(x, unit, LARGEST: tl.constexpr):
+    """`x / unit`, rounded half to even and clamped to `LARGEST`; 0 where the unit is."""
+    some = unit > 0
+    whole = (tl.div_rn(x, tl.where(some, unit, 1.0)) + ROUNDER) - ROUNDER
+    return tl.where(some, tl.minimum(tl.maximum(whole, -LARGEST), LARGEST), 0.0)
+
+
+@triton.jit
+def page_rows(pages, column, valid, head, stride, FROM_PAGES: tl.constexpr):
+    """Rows of the summary table: host pages times heads plus the head, or rows as they are given."""
+    at = tl.load(pages + column * stride, mask=valid, other=0)
+    if FROM_PAGES:
+        at = at * tl.num_programs(1) + head
+    return at
+
+
+@triton.jit
+def keep_logits(logit, column, end, top, mass, logits, in_row, row, columns):
+    """Store logits `[M, pages]` and update each row's maximum and sum; returns them."""
+    counts = column < end
+    logit = tl.where(counts[None, :], logit, float("-inf"))
+    at = row[:, None] * columns + column[None, :]
+    tl.store(logits + at, logit, mask=in_row[:, None] & counts[None, :])
+    new_top = tl.maximum(top, tl.max(logit, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    mass = mass * tl.exp(top - base) + tl.sum(tl.exp(logit - base[:, None]), 1)
+    return new_top, mass
+
+
+@triton.jit
+def sketch_kernel(
+    q,
+    dims,
+    table,
+    units,
+    pages,
+    counts,
+    logits,
+    tops,
+    masses,
+    q_stride_n,
+    q_stride_t,
+    q_stride_h,
+    pages_stride_n,
+    pages_stride_h,
+    pages_stride,
+    columns,
+    scale,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    KEPT: tl.constexpr,
+    PAGE: tl.constexpr,
+    LANES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FROM_PAGES: tl.constexpr,
+):
+    """Logits by sketches: the largest q.k of a page's tokens, products of integers being exact."""
+    split, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    half: tl.constexpr = KEPT // 2
+    block_bytes: tl.constexpr = LANES * half + SCALE_BYTES
+    tokens: tl.constexpr = (PAGE + LANES - 1) // LANES * LANES
+    width: tl.constexpr = tokens // LANES * block_bytes
+
+    m = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    query, member = m // G, m % G
+    in_row, in_half = m < T * G, c < half
+    q_at = i * q_stride_n + query * q_stride_t + (head * G + member) * q_stride_h
+    in_tile = in_row[:, None] & in_half[None, :]
+    low_dims = tl.load(dims + c, mask=in_half, other=0)
+    high_dims = tl.load(dims + half + c, mask=in_half, other=0)
+    low = tl.load(q + q_at[:, None] + low_dims[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    high = tl.load(q + q_at[:, None] + high_dims[None, :], mask=in_tile, other=0.0).to(tl.float32)
+    unit = tl.div_rn(tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1)), 127.0)
+    low = to_codes(low, unit[:, None], 127.0).to(tl.int8)
+    high = to_codes(high, unit[:, None], 127.0).to(tl.int8)
+
+    total = tl.minimum(tl.load(counts + i).to(tl.int32), columns)
+    part = tl.cdiv(tl.cdiv(total, BLOCK_P), SPLITS) * BLOCK_P
+    first = split * part
+    end = tl.minimum(first + part, total)
+    row = ((i * heads + head) * (T * G) + m).to(tl.int64)
+    pages += i * pages_stride_n + head * pages_stride_h
+    x = tl.arange(0, BLOCK_P * tokens)
+    lane = x % tokens
+    inside = lane // LANES * block_bytes
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(first, end, BLOCK_P):
+        column = start + x // tokens
+        valid = (column < end) & (lane < PAGE)
+        base = page_rows(pages, column, valid, head, pages_stride, FROM_PAGES) * width + inside
+        at = base[None, :] + (64 * (c // 4) + c % 4)[:, None] + 4 * (lane % LANES)[None, :]
+        packed = tl.load(table + at, mask=valid[None, :] & in_half[:, None], other=0)
+        # Dimensions past the kept ones have codes too, which meet zeros of the query.
+        dots = tl.dot(low, (packed & 15).to(tl.int8) - 8, out_dtype=tl.int32)
+        dots = tl.dot(high, (packed >> 4).to(tl.int8) - 8, dots, out_dtype=tl.int32)
+        step = tl.load(units + (base + LANES * half) // 2 + lane % LANES, mask=valid, other=0.0).to(tl.float32)
+        each = dots.to(tl.float32) * (unit * scale)[:, None] * step[None, :]
+        each = tl.where(valid[None, :], each, float("-inf"))
+        best = tl.max(tl.reshape(each, [BLOCK_M, BLOCK_P, tokens]), 2)
+        here = start + tl.arange(0, BLOCK_P)
+        top, mass = keep_logits(best, here, end, top, mass, logits, in_row, row, columns)
+    tl.store(tops + row * SPLITS + split, top, mask=in_row)
+    tl.store(masses + row * SPLITS + split, mass, mask=in_row)
+
+
+@triton.jit
+def minmax_kernel(
+    q,
+    table,
+    pages,
+    counts,
+    logits,
+    tops,
+    masses,
+    q_stride_n,
+    q_stride_t,
+    q_stride_h,
+    pages_stride_n,
+    pages_stride_h,
+    pages_stride,
+    columns,
+    scale,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FROM_PAGES: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Logits by bounds: the sum over dimensions of max(q high, q low), which is q+ . high + q- . low."""
+    split, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    query, member = m // G, m % G
+    in_row, in_dim = m < T * G, d < D
+    q_at = i * q_stride_n + query * q_stride_t + (head * G + member) * q_stride_h
+    tile = tl.load(q + q_at[:, None] + d[None, :], mask=in_row[:, None] & in_dim[None, :], other=0.0).to(tl.float32)
+    above, below = tl.maximum(tile, 0.0).to(DOT), tl.minimum(tile, 0.0).to(DOT)
+
+    total = tl.minimum(tl.load(counts + i).to(tl.int32), columns)
+    part = tl.cdiv(tl.cdiv(total, BLOCK_P), SPLITS) * BLOCK_P
+    first = split * part
+    end = tl.minimum(first + part, total)
+    row = ((i * heads + head) * (T * G) + m).to(tl.int64)
+    pages += i * pages_stride_n + head * pages_stride_h
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(first, end, BLOCK_P):
+        column = start + tl.arange(0, BLOCK_P)
+        valid = column < end
+        base = page_rows(pages, column, valid, head, pages_stride, FROM_PAGES) * (2 * D)
+        at = base[None, :] + d[:, None]
+        inside = valid[None, :] & in_dim[:, None]
+        high = tl.load(table + at, mask=inside, other=0.0).to(DOT)
+        low = tl.load(table + at + D, mask=inside, other=0.0).to(DOT)
+        bound = tl.dot(above, high, input_precision=PRECISION)
+        bound = tl.dot(below, low, bound, input_precision=PRECISION) * scale
+        top, mass = keep_logits(bound, column, end, top, mass, logits, in_row, row, columns)
+    tl.store(tops + row * SPLITS + split, top, mask=in_row)
+    tl.store(masses + row * SPLITS + split, mass, mask=in_row)
+
+
+@triton.jit
+def share_kernel(
+    logits,
+    tops,
+    masses,
+    counts,
+    scores,
+    columns,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """From logits to scores, for one block of pages of one (sequence, KV head)."""
+    head, i = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    lane = i * tl.num_programs(1) + head
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = column < tl.minimum(tl.load(counts + i).to(tl.int32), columns)
+    split = tl.arange(0, SPLITS)
+    best = tl.zeros([BLOCK], tl.float32)
+    for query in range(T):
+        share = tl.zeros([BLOCK], tl.float32)
+        for member in range(G):
+            row = lane * (T * G) + query * G + member
+            top = tl.load(tops + row * SPLITS + split)
+            most = tl.max(top, 0)
+            base = tl.where(most == float("-inf"), 0.0, most)
+            mass = tl.sum(tl.load(masses + row * SPLITS + split) * tl.exp(top - base), 0)
+            logit = tl.load(logits + row * columns + column, mask=valid, other=float("-inf"))
+            share += tl.exp(logit - base) / tl.where(mass > 0, mass, 1.0)
+        # A query that is not a number leaves 0: any page is as good as another then.
+        best = tl.maximum(best, share / G)
+    # Also the columns that do not count are written, so that scores need no clearing.
+    tl.store(scores + lane * columns + column, tl.where(valid, best, float("-inf")), mask=column < columns)
+
+
+def splits_of(sequences: int, kv_heads: int, columns: int, device: torch.device) -> int:
+    """Parts that each sequence's pages are cut into, from capacities alone."""
+    return split_count(sequences * kv_heads, columns, SPLIT_PAGES, MAX_SPLITS, device)
+
+
+def workspace_size(
+    sequences: int, queries: int, query_heads: int, kv_heads: int, columns: int, device: torch.device
+) -> int:
+    """float32 that scoring needs to work in for these shapes."""
+    return sequences * queries * query_heads * (columns + 2 * splits_of(sequences, kv_heads, columns, device))
+
+
+class _Scoring:
+    """What both kinds of scoring have in common: shapes, strides, and the room for logits."""
+
+    def __init__(
+        self, q: torch.Tensor, pages: torch.Tensor, heads: int, out: torch.Tensor | None, work: torch.Tensor | None
+    ) -> None:
+        self.n, self.t, query_heads, _ = q.shape
+        self.heads, self.columns = heads, pages.shape[-1]
+        self.group = query_heads // heads
+        require_rows("q", q)
+        self.splits = splits_of(self.n, heads, self.columns, q.device)
+        self.rows = self.n * self.t * query_heads
+        self.room = workspace(work, self.rows * (self.columns + 2 * self.splits), q.device)
+        if out is None:
+            out = torch.empty(self.n, heads, self.columns, dtype=torch.float32, device=q.device)
+        self.scores = out
+        self.grid = (self.splits, heads, self.n)
+        # [n, columns] host pages for all heads, or [n, H, columns] rows
+        self.from_pages = pages.dim() == 2
+        strides = (pages.stride(0), 0 if self.from_pages else pages.stride(1), pages.stride(-1))
+        self.strides = (*q.stride()[:3], *strides, self.columns)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits `[rows, columns]`, maxima and sums `[rows, splits]` each."""
+        logits, tops, masses = self.room.split(
+            [self.rows * self.columns, self.rows * self.splits, self.rows * self.splits]
+        )
+        return logits, tops, masses
+
+    def share(self, counts: torch.Tensor) -> torch.Tensor:
+        launch(
+            share_kernel,
+            (ceil_div(self.columns, SHARE_BLOCK), self.heads, self.n),
+            *self.parts,
+            counts,
+            self.scores,
+            self.columns,
+            T=self.t,
+            G=self.group,
+            BLOCK=SHARE_BLOCK,
+            SPLITS=self.splits,
+        )
+        return self.scores
+
+
+def score_sketches(
+    q: torch.Tensor,
+    dims: torch.Tensor,
+    sketches: torch.Tensor,
+    pages: torch.Tensor,
+    counts: torch.Tensor,
+    kv_heads: int,
+    page_size: int,
+    scale: float,
+    *,
+    out: torch.Tensor | None = None,
+    work: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`AttentionOps.score_sketches` for t query tokens: of their scores a page gets the largest.
+
+    Logits are bit-equal to torch's: integers are exact, and their factors are applied in the same order.
+
+    Args:
+        q: `[n, t, Hq, D]` whole queries.
+        dims: `[d]` int64, the dimensions that sketches keep; d a multiple of 8.
+        sketches: `[R, bytes]` uint8, contiguous, one layer's table.
+        pages: `[n, N]` int64 host pages, or `[n, H, N]` rows of `sketches`.
+        counts: `[n]` integers, columns that count; the others are not read and score -inf.
+        out: `[n, H, N]` float32, contiguous. work: `workspace_size` float32 to work in.
+
+    Returns:
+        `out`, or a new tensor like it.
+    """
+    s = _Scoring(q, pages, kv_heads, out, work)
+    tokens = ceil_div(page_size, LANES) * LANES
+    block_m = max(16, pow2(s.t * s.group))
+    launch(
+        sketch_kernel,
+        s.grid,
+        q,
+        dims,
+        sketches,
+        sketches.view(torch.float16),
+        pages,
+        counts,
+        *s.parts,
+        *s.strides,
+        scale,
+        T=s.t,
+        G=s.group,
+        KEPT=dims.numel(),
+        PAGE=page_size,
+        LANES=LANES,
+        SCALE_BYTES=SCALE_BYTES,
+        BLOCK_M=block_m,
+        BLOCK_C=max(32, pow2(dims.numel() // 2)),
+        BLOCK_P=max(TOKENS_PER_BLOCK // tokens // (block_m // 16), 1),
+        SPLITS=s.splits,
+        FROM_PAGES=s.from_pages,
+    )
+    return s.share(counts)
+
+
+def score_minmax(
+    q: torch.Tensor,
+    summaries: torch.Tensor,
+    pages: torch.Tensor,
+    counts: torch.Tensor,
+    kv_heads: int,
+    scale: float,
+    *,
+    out: torch.Tensor | None = None,
+    work: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`AttentionOps.score_pages` for t query tokens: of their scores a page gets the largest.
+
+    Args:
+        q: `[n, t, Hq, D]`.
+        summaries: `[R, 2 * D]` of q's dtype, contiguous, one layer's table.
+        pages: `[n, N]` int64 host pages, or `[n, H, N]` rows of `summaries`.
+        counts: `[n]` integers, columns that count; the others are not read and score -inf.
+        out: `[n, H, N]` float32, contiguous. work: `workspace_size` float32 to work in.
+
+    Returns:
+        `out`, or a new tensor like it.
+
+    Raises:
+        ValueError: `summaries` are of another dtype than the queries.
+    """
+    if summaries.dtype != q.dtype:
+        raise ValueError(f"summaries of {summaries.dtype} do not go with queries of {q.dtype}")
+    s = _Scoring(q, pages, kv_heads, out, work)
+    block_m, block_d = max(16, pow2(s.t * s.group)), pow2(q.shape[3])
+    launch(
+        minmax_kernel,
+        s.grid,
+        q,
+        summaries,
+        pages,
+        counts,
+        *s.parts,
+        *s.strides,
+        scale,
+        T=s.t,
+        G=s.group,
+        D=q.shape[3],
+        BLOCK_M=block_m,
+        BLOCK_D=block_d,
+        BLOCK_P=min(max(8192 // (block_d * q.element_size()), 16), 64),
+        SPLITS=s.splits,
+        FROM_PAGES=s.from_pages,
+        DOT=dot_dtype(q.dtype),
+    )
+    return s.share(counts)
