@@ -1,8 +1,8 @@
 """Scoring pages by their key summaries, min/max bounds (Quest, arXiv 2406.10774) or 4-bit sketches.
 
 Two kernels: the first writes every query row's logit of every page, and for each part of the pages the row's maximum
-and sum, as split softmax needs them; the second turns logits into shares of a row's softmax, takes the mean over the query
-heads of a group and the maximum over the query tokens.
+and sum, as split softmax needs them; the second turns logits into shares of a row's softmax, takes the mean over the
+query heads of a group and the maximum over the query tokens.
 """
 
 from __future__ import annotations

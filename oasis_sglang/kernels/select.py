@@ -1,9 +1,10 @@
 """Page selection on the device: the budget's pages, the misses to bring in, their victims, and the page table.
 
 One program per (sequence, KV head). The score that the K-th best page has is found as in radix selection: a histogram
-of the highest byte of the scores' order-preserving integers says which byte that score has, then the next byte among those
-that share it, four passes in all, whatever the number of pages; one more pass collects the pages at and above it, and a
-bitonic network puts those K in order. Scores are read from memory in each pass, so there is no limit to their number.
+of the highest byte of the scores' order-preserving integers says which byte that score has, then the next byte among
+those that share it, four passes in all, whatever the number of pages; one more pass collects the pages at and above it,
+and a bitonic network puts those K in order. Scores are read from memory in each pass, so there is no limit to their
+number.
 
 Triton orders accesses to memory within a program only where it is told to, hence the barriers: between reading a map
 and writing it, and between writing and reading it again.
@@ -84,7 +85,6 @@ def best_pages(
     need = want
     byte = tl.arange(0, 256)
     for level in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * level
         seen = tl.zeros([256], tl.int32)
         for start in range(0, candidates, BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -92,8 +92,8 @@ def best_pages(
             image = order(score, column, candidates, sink, recent, slot_of, RESIDENT)
             counts = image > 0
             if level > 0:
-                counts = counts & ((image >> (shift + 8)) == prefix)
-            digit = ((image >> shift) & 255).to(tl.int32)
+                counts = counts & ((image >> (32 - 8 * level)) == prefix)
+            digit = ((image >> (24 - 8 * level)) & 255).to(tl.int32)
             seen += tl.histogram(digit, 256, mask=counts)
         reach = tl.cumsum(seen, 0, reverse=True)  # how many have this byte or a larger one
         found = tl.maximum(tl.sum((reach >= need).to(tl.int32), 0) - 1, 0)

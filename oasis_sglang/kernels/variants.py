@@ -8,53 +8,140 @@ from typing import Any
 
 import torch
 
-from oasis_sglang.kernels import attend
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.kernels.attend import attend
+from oasis_sglang.kernels.backup import backup, write_tokens
+from oasis_sglang.kernels.gather import gather
 from oasis_sglang.kernels.launch import Launch, recording
+from oasis_sglang.kernels.score import score_minmax, score_sketches
+from oasis_sglang.kernels.select import Selected, select
+from oasis_sglang.kernels.summaries import append_minmax, append_sketches, build_minmax, build_sketches
+from oasis_sglang.memory_pool.sketch import LANES, SCALE_BYTES
+from oasis_sglang.memory_pool.working_set import WorkingSets
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-DEVICE = "meta"
-HEADS, BATCH, COLUMNS = 8, 4, 130
+DTYPES = (BF16, FP16, FP32, FP8)
+DIMS, PAGES, GROUPS, QUERIES = (64, 80, 96, 128, 256), (16, 32, 64), (1, 2, 4, 8), (1, 4, 8)
+HEADS, LAYERS, HOST_PAGES = 8, 36, 4096
+# A batch of one, whose sequences are split most, and one that fills the device unsplit.
+BATCHES = (1, 128)
+# (dtype, head dim, page size, group, query tokens, batch): what common models ask for, and the edges of what works.
+USUAL = (
+    (BF16, 128, 16, 4, 1, 1),
+    (BF16, 128, 16, 8, 8, 4),
+    (BF16, 128, 64, 4, 4, 128),
+    (FP16, 128, 32, 4, 4, 4),
+    (FP32, 128, 16, 4, 4, 4),
+    (FP8, 128, 16, 4, 4, 4),
+    (BF16, 64, 16, 3, 1, 4),
+    (BF16, 80, 32, 1, 1, 4),
+    (FP8, 96, 32, 8, 2, 4),
+    (BF16, 256, 16, 2, 4, 4),
+)
 
+Shape = tuple[torch.dtype, int, int, int, int, int]
 Call = Callable[[], Any]
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=DEVICE)
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def attend_call(kv: torch.dtype, dim: int, page: int, group: int, t: int, columns: int, batch: int) -> Call:
-    def call() -> None:
-        dtype = BF16 if kv == FP8 else kv
-        q = empty(batch, t, HEADS * group, dim, dtype=dtype)
-        pool = empty(4096, page * dim, dtype=kv)
-        attend.attend(q, pool, pool, empty(batch, HEADS, columns), empty(batch), page, 1.0)
-
-    return call
+def attend_call(kv: torch.dtype, dim: int, page: int, group: int, t: int, batch: int) -> Call:
+    q = empty(batch, t, HEADS * group, dim, dtype=BF16 if kv == FP8 else kv)
+    pool = empty(HOST_PAGES, page * dim, dtype=kv)
+    table = empty(batch, HEADS, 2048 // page + 2)
+    return lambda: attend(q, pool, pool, table, empty(batch), page, 1.0, lse=empty(batch, t, HEADS * group, dtype=FP32))
 
 
-def attend_calls(everything: bool) -> Iterator[tuple[str, Call]]:
+def score_call(kv: torch.dtype, dim: int, page: int, group: int, t: int, batch: int) -> Call:
+    """Sketches of half the dimensions, or of all where a model's rotary embeddings ask for that (here: at 80)."""
+    q = empty(batch, t, HEADS * group, dim, dtype=BF16 if kv == FP8 else kv)
+    kept = dim if dim == 80 else dim // 2
+    blocks = -(-page // LANES)
+    sketches = empty(HOST_PAGES, blocks * (LANES * kept // 2 + SCALE_BYTES), dtype=torch.uint8)
+    pages = empty(batch, 32768 // page)
+    return lambda: score_sketches(q, empty(kept), sketches, pages, empty(batch), HEADS, page, 1.0)
+
+
+def minmax_call(kv: torch.dtype, dim: int, page: int, group: int, t: int, batch: int) -> Call:
+    q = empty(batch, t, HEADS * group, dim, dtype=kv)
+    summaries = empty(HOST_PAGES, 2 * dim, dtype=kv)
+    return lambda: score_minmax(q, summaries, empty(batch, 32768 // page), empty(batch), HEADS, 1.0)
+
+
+def copy_calls(kv: torch.dtype, dim: int, page: int, t: int, batch: int) -> Iterator[tuple[str, Call]]:
+    tokens = batch * t
+    host = empty(HOST_PAGES, LAYERS, HEADS, 2, page, dim, dtype=kv)
+    pool = empty(HOST_PAGES, page * dim, dtype=kv)
+    lanes = pool.view(-1, page, dim)
+    misses, count = empty(batch, HEADS, 2048 // page), empty(batch, HEADS, dtype=torch.int32)
+    new, step = empty(tokens, HEADS, dim, dtype=kv), empty(LAYERS, tokens, HEADS, dim, dtype=kv)
+    yield "gather", lambda: gather(host, 0, pool, pool, misses, misses, count)
+    yield "write", lambda: write_tokens(lanes, lanes, empty(tokens, HEADS), empty(tokens), new, new)
+    yield "backup", lambda: backup(host, empty(tokens), empty(batch), step, step)
+
+
+def summary_calls(kv: torch.dtype, dim: int, page: int, t: int, batch: int) -> Iterator[tuple[str, Call]]:
+    kept = dim if dim == 80 else dim // 2
+    rows, blocks, tokens = HOST_PAGES * HEADS, -(-page // LANES), batch * t
+    bounds = empty(LAYERS, rows, 2 * dim, dtype=kv)
+    sketches = empty(LAYERS, rows, blocks * (LANES * kept // 2 + SCALE_BYTES), dtype=torch.uint8)
+    keys, step = empty(64, HEADS, page, dim, dtype=kv), empty(LAYERS, tokens, HEADS, dim, dtype=kv)
+    pages, slots, accepted = empty(64), empty(tokens), empty(batch)
+    yield "build minmax", lambda: build_minmax(bounds[0], pages, keys, page)
+    yield "append minmax", lambda: append_minmax(bounds, slots, accepted, step, page)
+    yield "build sketch", lambda: build_sketches(sketches[0], empty(kept), pages, keys, page)
+    yield "append sketch", lambda: append_sketches(sketches, empty(kept), slots, accepted, step, page)
+
+
+def select_call(config: OasisConfig, pages: int) -> Call:
+    """A selection over `pages` columns, with maps that hold no data either."""
+    batch, width = 4, config.max_set_pages
+    sets = WorkingSets(layers=1, kv_heads=1, device_pages=1, rows=1, set_pages=1, sequence_pages=1)
+    sets.set_pages, sets.sequence_pages = width, pages + 1
+    sets.pages = empty(batch, width)
+    sets.cells.rows = empty(1, batch * width, HEADS)
+    sets.page_of = sets.last_used = empty(1, batch, HEADS, width, dtype=torch.int32)
+    sets.slot_of = empty(1, batch, HEADS, pages + 1, dtype=torch.int32)
+    table = empty(batch, HEADS, config.budget_pages + 2)
+    out = Selected.allocate(batch, HEADS, config.budget_pages, config.fetch_cap_pages, "meta")
+    scores, step = empty(batch, HEADS, pages, dtype=FP32), empty(1, dtype=torch.int32)
+    return lambda: select(
+        scores, empty(batch), empty(batch), empty(batch, pages), 0, sets, config, step, table, empty(batch), out=out
+    )
+
+
+def select_configs(everything: bool) -> Iterator[OasisConfig]:
+    yield OasisConfig()
+    yield OasisConfig(page_size=64, token_budget=2048, sink_tokens=64, recent_tokens=128, fetch_ratio=0.05)
     if everything:
-        grid = itertools.product((BF16, FP16, FP32, FP8), (64, 80, 96, 128, 256), (16, 32, 64), (1, 4, 8), (1, 4, 8))
-    else:
-        grid = iter(
-            [
-                (BF16, 128, 16, 4, 1),
-                (BF16, 128, 16, 8, 8),
-                (BF16, 128, 64, 4, 4),
-                (FP16, 128, 32, 4, 4),
-                (FP32, 128, 16, 4, 4),
-                (FP8, 128, 16, 4, 4),
-                (BF16, 64, 16, 3, 1),
-                (BF16, 80, 16, 1, 1),
-                (FP8, 96, 32, 8, 2),
-                (BF16, 256, 16, 2, 4),
-            ]
-        )
-    for kv, dim, page, group, t in grid:
-        # a batch of one is split most, a large one not at all
-        for columns, batch in ((COLUMNS * 8, 1), (COLUMNS, 128)) if everything else ((COLUMNS, BATCH),):
-            name = f"attend {str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
-            yield name, attend_call(kv, dim, page, group, t, columns, batch)
+        for page, budget, ratio in itertools.product(PAGES, (512, 1024, 4096), (0.1, 1.0)):
+            yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
+
+
+def calls(everything: bool) -> Iterator[tuple[str, Call]]:
+    grid = itertools.product(DTYPES, DIMS, PAGES, GROUPS, QUERIES, BATCHES)
+    shapes: list[Shape] = list(grid) if everything else list(USUAL)
+    for kv, dim, page, group, t, batch in shapes:
+        name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
+        yield f"attend {name}", attend_call(kv, dim, page, group, t, batch)
+    # Sketches, copies and appends are the same for many of these.
+    for kv, dim, page, group, t, batch in shapes if everything else shapes[:2] + shapes[6:]:
+        name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
+        yield f"score sketch {name}", score_call(kv, dim, page, group, t, batch)
+    for kv, dim, page, group, t, batch in shapes if everything else shapes[:1] + shapes[3:5] + shapes[9:]:
+        if kv != FP8:  # which has no largest and smallest: torch does not compare them
+            name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
+            yield f"score minmax {name}", minmax_call(kv, dim, page, group, t, batch)
+    for config in select_configs(everything):
+        name = f"K={config.budget_pages} C={config.fetch_cap_pages} W={config.max_set_pages}"
+        yield f"select {name}", select_call(config, 32768 // config.page_size)
+    for kv, dim, page, _, t, batch in shapes if everything else shapes[:1] + shapes[5:6] + shapes[7:8]:
+        name = f"{str(kv)[6:]} D={dim} P={page} t={t} n={batch}"
+        yield from ((f"{kind} {name}", call) for kind, call in copy_calls(kv, dim, page, t, batch))
+        if kv != FP8:
+            yield from ((f"{kind} {name}", call) for kind, call in summary_calls(kv, dim, page, t, batch))
 
 
 def variants(capability: tuple[int, int], everything: bool = False) -> Iterator[tuple[str, Launch]]:
@@ -63,7 +150,7 @@ def variants(capability: tuple[int, int], everything: bool = False) -> Iterator[
     Args:
         everything: every combination that is supported; else a representative part of them.
     """
-    for name, call in attend_calls(everything):
+    for name, call in calls(everything):
         with recording(capability) as launches:
             call()
         for launch in launches:

@@ -42,7 +42,7 @@ def is_elsewhere(item: pytest.Function) -> bool:
 
 
 def report(item: pytest.Function) -> None:
-    """Pass, skip or fail as the test did in the process of its module's tests, which is started by the first of them."""
+    """Pass, skip or fail as the test did in the process of its module's tests, which the first of them starts."""
     if item.path not in _runs:
         _runs[item.path] = _run([x for x in item.session.items if x.path == item.path], item.config.rootpath)
     run = _runs[item.path]
