@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from oasis_sglang.kernels.launch import ceil_div, launch, pow2, require_rows
-from oasis_sglang.kernels.score import to_codes
+from oasis_sglang.kernels.logits import to_codes
 from oasis_sglang.memory_pool.sketch import LANES, LARGEST, SCALE_BYTES
 
 
