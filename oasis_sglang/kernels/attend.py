@@ -31,6 +31,9 @@ MAX_SPLITS = 64
 SPLIT_LANES = 256
 # Bytes of K, and of V, in one step of the loop.
 TILE_BYTES = 16384
+# Steps of the loop that overlap: in the first the rows of pages are read, in the next two their K and V, which is two
+# buffers of each.
+STAGES = 4
 # float32 as three products of TensorFloat-32, within a few 1e-7 of exact ones: those have no tensor cores, and their
 # operands do not fit the registers.
 PRECISION = tl.constexpr("tf32x3")
@@ -276,7 +279,7 @@ def attend(
         SPLITS=splits,
         DOT=dot_dtype(q.dtype),
         num_warps=4 if block_m * block_d <= 32 * 128 else 8,
-        num_stages=3,
+        num_stages=STAGES,
     )
     if splits > 1:
         launch(

@@ -26,7 +26,7 @@ from oasis_sglang.memory_pool.sketch import LANES, SCALE_BYTES
 MAX_SPLITS = 64
 SPLIT_PAGES = 64
 TOKENS_PER_BLOCK = 256
-SHARE_BLOCK = 1024
+SHARE_BLOCK = 512
 
 
 @triton.jit
