@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from oasis_sglang.kernels.launch import (
+    INDIRECT_STAGES,
     converts_fp8,
     dot_dtype,
     launch,
@@ -29,11 +30,8 @@ MAX_QUERIES = 8
 MAX_SPLITS = 64
 # Lanes that are worth a program of their own.
 SPLIT_LANES = 256
-# Bytes of K, and of V, in one step of the loop.
+# Bytes of K, and of V, in one step of the loop, as they are multiplied: 8-bit pools are widened first.
 TILE_BYTES = 16384
-# Steps of the loop that overlap: in the first the rows of pages are read, in the next two their K and V, which is two
-# buffers of each.
-STAGES = 4
 # float32 as three products of TensorFloat-32, within a few 1e-7 of exact ones: those have no tensor cores, and their
 # operands do not fit the registers.
 PRECISION = tl.constexpr("tf32x3")
@@ -275,11 +273,11 @@ def attend(
         PAGE=page_size,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
-        BLOCK_N=min(max(TILE_BYTES // (block_d * k_rows.element_size()), 16), 128),
+        BLOCK_N=min(max(TILE_BYTES // (block_d * q.element_size()), 16), 128),
         SPLITS=splits,
         DOT=dot_dtype(q.dtype),
         num_warps=4 if block_m * block_d <= 32 * 128 else 8,
-        num_stages=STAGES,
+        num_stages=INDIRECT_STAGES,
     )
     if splits > 1:
         launch(

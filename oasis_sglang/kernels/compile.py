@@ -69,7 +69,8 @@ def source_of(launch: Launch) -> Source:
     """What Triton would compile for this launch: pointers and integers that are multiples of 16 are known as such, and
     1 is a constant."""
     signature: dict[str, str] = {}
-    constants, attributes = dict(launch.constants), {}
+    constants = dict(launch.constants)
+    attributes: dict[tuple[int, ...], Any] = {}
     for index, (name, arg) in enumerate(zip(launch.kernel.arg_names, launch.args, strict=False)):
         if arg is None or (isinstance(arg, int) and arg == 1):
             constants[name] = arg

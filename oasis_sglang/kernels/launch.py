@@ -20,6 +20,9 @@ TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float8_e4m3fn: tl.float8e4nv,
 }
+# For loops that load an index and then what it names: Triton divides the stages between the two, and from five on the
+# data have two buffers, so that one is filled while the other is used.
+INDIRECT_STAGES = 5
 # Where no device says how many it has: an H100's or H200's.
 MULTIPROCESSORS = 132
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from oasis_sglang.kernels.launch import (
+    INDIRECT_STAGES,
     ceil_div,
     dot_dtype,
     launch,
@@ -177,6 +178,7 @@ def score_sketches(
         BLOCK_P=max(TOKENS_PER_BLOCK // tokens // (block_m // 16), 1),
         SPLITS=s.splits,
         FROM_PAGES=s.from_pages,
+        num_stages=INDIRECT_STAGES,
     )
     return s.share(counts)
 
@@ -230,5 +232,6 @@ def score_minmax(
         SPLITS=s.splits,
         FROM_PAGES=s.from_pages,
         DOT=dot_dtype(q.dtype),
+        num_stages=INDIRECT_STAGES,
     )
     return s.share(counts)

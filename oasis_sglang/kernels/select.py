@@ -244,7 +244,7 @@ def select(
         work: `workspace_size` int64, contiguous, to work in.
 
     Raises:
-        ValueError: scores and results of other shapes than said.
+        ValueError: scores, results or a workspace of other shapes than said.
     """
     n, heads, columns = scores.shape
     budget = config.budget_pages
@@ -257,8 +257,11 @@ def select(
         out = Selected.allocate(n, heads, budget, cap, scores.device)
     elif out.attended.shape[1:] != (heads, budget) or out.host.shape[1:] != (heads, cap) or out.host.shape[0] < n:
         raise ValueError(f"results of shape {tuple(out.host.shape)} do not fit {n} sequences with {cap} misses")
+    room = workspace_size(n, heads, config)
     if work is None:
-        work = torch.empty(workspace_size(n, heads, config), dtype=torch.int64, device=scores.device)
+        work = torch.empty(room, dtype=torch.int64, device=scores.device)
+    elif work.dtype != torch.int64 or work.numel() < room or not work.is_contiguous():
+        raise ValueError(f"a workspace of {room} contiguous int64 is needed, not {work.numel()} {work.dtype}")
     launch(
         select_kernel,
         (heads, n),

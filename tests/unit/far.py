@@ -6,6 +6,8 @@ import mmap
 
 import torch
 
+MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+
 
 class FarPool:
     """A range of addresses for `rows` rows of `width` elements, of which only those that are touched take memory.
@@ -16,7 +18,7 @@ class FarPool:
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
         self.rows, self.width, self.dtype = rows, width, dtype
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, rows * width * dtype.itemsize, flags=flags)
 
     def at(self, row: int, count: int = 1) -> torch.Tensor:

@@ -55,16 +55,9 @@ def drawn(seed: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(120))
 def test_attention_equals_float64(seed: int) -> None:
     """Pages in any order and repeated, rows that are empty, NaN in all lanes and pages that hold no token."""
-    case = drawn(seed)
-    check(case, run(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16, 120))
-def test_attention_equals_float64_in_many_more_cases(seed: int) -> None:
     case = drawn(seed)
     check(case, run(case))
 
@@ -170,13 +163,5 @@ def test_what_does_not_go_together_is_refused() -> None:
         attend(case.q.expand(1, 9, 4, 16), case.k, case.v, case.table, case.tokens, 16, 1.0)
     with pytest.raises(ValueError, match=r"must both be torch\.float16"):
         attend(case.q.half(), case.k, case.v, case.table, case.tokens, 16, 1.0)
-    with pytest.raises(ValueError, match="stride 16 in its last dimension"):
-        attend(
-            case.q.transpose(2, 3).contiguous().transpose(2, 3)[..., :4],
-            case.k,
-            case.v,
-            case.table,
-            case.tokens,
-            16,
-            1.0,
-        )
+    with pytest.raises(ValueError, match="q has stride 4 in its last dimension; it must be 1"):
+        attend(case.q.mT.contiguous().mT, case.k, case.v, case.table, case.tokens, 16, 1.0)
