@@ -32,8 +32,8 @@ MAX_SPLITS = 64
 SPLIT_LANES = 256
 # Bytes of K, and of V, in one step of the loop, as they are multiplied: 8-bit pools are widened first.
 TILE_BYTES = 16384
-# float32 as three products of TensorFloat-32, within a few 1e-7 of exact ones: those have no tensor cores, and their
-# operands do not fit the registers.
+# float32 as three products of TensorFloat-32, which drop only the product of the lowest bits: exact ones have no tensor
+# cores, and their operands do not fit the registers.
 PRECISION = tl.constexpr("tf32x3")
 # float8_e4m3fn put into the bits of float16 is smaller by this: the exponents' biases are 7 and 15.
 BYTE_SCALE = 256.0

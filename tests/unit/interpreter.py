@@ -48,7 +48,7 @@ def report(item: pytest.Function) -> None:
     run = _runs[item.path]
     outcome = run.outcomes.get(item.name)
     if outcome is None:
-        pytest.fail(f"the process ended before this test did:\n{run.output[-4000:]}", pytrace=False)
+        pytest.fail(f"the process of these tests ended without a report:\n{run.output[-4000:]}", pytrace=False)
     if outcome.kind == "skipped":
         pytest.skip(outcome.text)
     if outcome.kind != "passed":
