@@ -298,7 +298,8 @@ class StepSelector:
             got = Selected(*(torch.tensor(lists[x]).unflatten(0, scores.shape[:2]) for x in Selected._fields))
         sequence, head, nth = (torch.arange(got.host.shape[-1]) < got.count.unsqueeze(-1)).nonzero(as_tuple=True)
         host, row, slot, page, evicted = (x[sequence, head, nth] for x in got[1:6])
-        return Selection(got.attended, host, head, row, sequence, slot, page, evicted, int(got.missed.sum()))
+        misses = torch.stack((host, head, row, sequence, slot, page, evicted))
+        return Selection(got.attended, misses, int(got.missed.sum()))
 
 
 @pytest.mark.parametrize(
