@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 STARTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "budget-below-one-page": (
         oasis_flags({"token_budget": 8}, 4096),
-        ("token_budget=8 is below one page (page_size=16)", "use at least 16"),
+        ("token_budget=8 is below one page (page_size=16)", "use a multiple of 16, for example 2048"),
     ),
     "page-size-mismatch": (
         [*oasis_flags({"page_size": 32}, 4096), "--page-size", "16"],
