@@ -17,6 +17,7 @@ from benchmarks.lookahead_simulation import PageScorer, Residency, agreement, me
 from oasis_sglang.attention import selector as selector_module
 from oasis_sglang.attention.selector import TorchSelector
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.memory_pool import extend as extend_module
 from oasis_sglang.memory_pool import tier as tier_module
 from oasis_sglang.memory_pool.working_set import NONE
 from oasis_sglang.speculative.lookahead import select_pages
@@ -390,6 +391,7 @@ def test_residency_is_that_of_the_tier(
         scored.append(scores[0])
         return select_pages(scores, candidates, config)
 
+    monkeypatch.setattr(extend_module, "select_pages", record)
     monkeypatch.setattr(tier_module, "select_pages", record)
     monkeypatch.setattr(selector_module, "select_pages", record)
     prompt, steps = 200, 40
