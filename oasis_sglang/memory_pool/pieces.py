@@ -150,9 +150,9 @@ class _LendArgs(ctypes.Structure):
 class NativeSteps:
     """Looks up once where the arrays lie that never move: asking each time takes longer than the work."""
 
-    def __init__(self, sets: WorkingSets, shape: Shape, library: object) -> None:
-        self._sets, self._shape, self._library = sets, shape, library
-        self._lend, self._adopt = library.oasis_lend, library.oasis_adopt  # type: ignore[attr-defined]
+    def __init__(self, sets: WorkingSets, shape: Shape, library: ctypes.CDLL) -> None:
+        self._sets, self._shape = sets, shape
+        self._lend, self._adopt = library.oasis_lend, library.oasis_adopt
         self._generations = sets.generations.ctypes.data
         self._spare_pages = sets.cells.spare.shape[2]
         of_layer = (sets.page_of, sets.cells.rows, sets.cells.spare, sets.cells.left)
