@@ -13,8 +13,8 @@ import torch
 
 from oasis_sglang.serving import Client, Documents, Server, ask_all, greedy, oasis_flags
 from oasis_sglang.speculative.shipped import shipped_draft
-from tests.server.checks import LogWatch, until, wait_until_idle
-from tests.server.conftest import FP32, WITHIN_BUDGET, ServerFactory
+from tests.server.checks import Background, LogWatch, until, wait_until_idle
+from tests.server.conftest import FP32, RETRACTIONS, WITHIN_BUDGET, ServerFactory
 from tests.server.truth import NEW_TOKENS, Truth, assert_same
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -127,6 +127,35 @@ def test_greedy_and_sampled_in_one_batch(drafting: Server, truth: Truth) -> None
     assert [answer.tokens for answer in answers[1::2]] == [48] * 6
 
 
+def test_requests_that_leave_do_not_disturb_those_that_stay(drafting: Server, truth: Truth) -> None:
+    """C3: four requests share a prefix, two of them leave while their drafts are verified and come again, and two more
+    have nothing to do with them. Each is dense SGLang's answer to one prompt, taken up at another token."""
+    client = Client(drafting.url)
+    at = 12
+    right = truth.answers[at].output_ids
+
+    def take_up(said: int) -> Background:
+        left = greedy(NEW_TOKENS - said, ignore_eos=True)
+        return Background(client, [*truth.prompts[at], *right[:said]], left)
+
+    for round_ in range(3):
+        client.flush_cache()
+        staying = {said: take_up(said) for said in (0, 5)}
+        leaving = [take_up(said) for said in (11, 23)]
+        others = {i: Background(client, truth.prompts[i], greedy(NEW_TOKENS, ignore_eos=True)) for i in (9, 13)}
+        for each, tokens in zip(leaving, (1 + round_, 2 + 3 * round_), strict=True):
+            each.wait_for_tokens(tokens)
+            each.leave()
+        staying |= {said: take_up(said) for said in (11, 23)}
+        for said, request in staying.items():
+            assert request.join().output_ids == right[said:], f"taken up at token {said}"
+        for i, request in others.items():
+            assert request.join().output_ids == truth.answers[i].output_ids
+        for each in leaving:
+            each.join()
+    wait_until_idle(client)
+
+
 def test_what_is_seen_from_outside(drafting: Server, truth: Truth) -> None:
     client = Client(drafting.url)
     client.stream(truth.prompts[3], greedy(NEW_TOKENS, ignore_eos=True))
@@ -142,6 +171,24 @@ def test_chains_of_other_lengths(drafts: int, truth: Truth, server_factory: Serv
         answers = ask_all(client, truth.prompts, greedy(NEW_TOKENS, ignore_eos=True))
         assert_same(truth.prompts, answers, truth.answers)
         wait_until_idle(client)
+
+
+def test_retracted_and_aborted_in_mid_chain(truth: Truth, server_factory: ServerFactory, eagle: list[str]) -> None:
+    """A retraction every few steps, and requests that leave: the others' text is dense SGLang's, nothing is held."""
+    with server_factory(eagle, RETRACTIONS) as server:
+        client, watch = Client(server.url), LogWatch(server)
+        leaving = [Background(client, truth.prompts[at], greedy(400, ignore_eos=True)) for at in (3, 7)]
+        staying = list(range(8, 14))
+        asked = [Background(client, truth.prompts[at], greedy(NEW_TOKENS, ignore_eos=True)) for at in staying]
+        for count, request in enumerate(leaving, 2):
+            request.wait_for_tokens(count)
+            request.leave()
+        answers = [request.join() for request in asked]
+        assert_same([truth.prompts[at] for at in staying], answers, [truth.answers[at] for at in staying])
+        assert sum(int(answer.meta["num_retractions"]) for answer in answers) > 0
+        client.flush_cache(wait=600)
+        wait_until_idle(client)
+        watch.assert_clean()
 
 
 @pytest.mark.parametrize("page_size", [32, 64])

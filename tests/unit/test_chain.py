@@ -1,5 +1,5 @@
 """Chains of drafts through the tier, against a float64 reference that keeps its own record of every token
-(contracts 1 and 8, C20, C38)."""
+(contracts 1 and 8, C20, C25, C38)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool import sketch
+from oasis_sglang.memory_pool.extend import ExtendSequence
 from oasis_sglang.memory_pool.host_pool import HostPool
 from tests.unit import oracle
 from tests.unit.harness import Harness, Sequence
@@ -188,3 +189,28 @@ def test_probe_attends_as_plain_decoding_does() -> None:
     for layer in range(2):
         for x, y in zip(committed(plain.tier.host, layer, a), committed(probe.tier.host, layer, b), strict=True):
             assert torch.equal(x, y)
+
+
+def test_drafts_that_want_different_pages_all_get_them() -> None:
+    """C25: a page counts for the draft that wants it most. Page p's keys point along axis p and its values are p, so a
+    draft that asks along axis p reads p if that page is attended to, and something else if it is not."""
+    config = OasisConfig(page_size=16, token_budget=64, slack_ratio=0.0)
+    harness = Harness(config, layers=1, kv_heads=1, group=1, context_len=600, chain=4)
+    s = harness.admit(200)
+    assert s is not None
+    tokens = 7 * 16 + 4
+    page_of = torch.arange(tokens) // 16
+    keys, values = 10 * torch.eye(8)[page_of].view(tokens, 1, 8), page_of.view(tokens, 1, 1).expand(-1, 1, 8).float()
+    slots = harness._grow(s, tokens)
+    part = ExtendSequence(s.attempt.row, 0, tokens, slots, torch.tensor(s.pages))
+    harness.tier.extend(0, part, torch.zeros(tokens, 1, 8), keys, values, harness.scale)
+    harness.tier.finish_extend([part])
+    s.tokens = tokens
+    slots = harness._grow(s, 4)
+    plan = harness.tier.plan_decode(
+        torch.tensor([s.attempt.row]), torch.tensor([tokens + 4]), slots, torch.tensor([s.pages]), 4
+    )
+    asked = torch.tensor([1, 6, 0, 3])
+    q = 10 * torch.eye(8)[asked].view(4, 1, 8)
+    out = harness.tier.decode(plan, 0, q, torch.zeros(4, 1, 8), torch.zeros(4, 1, 8), harness.scale)
+    torch.testing.assert_close(out[:, 0], asked.view(4, 1).expand(4, 8).float(), rtol=0, atol=1e-3)
