@@ -2,7 +2,8 @@
 
 Both servers run on this machine, one after the other, with the same model. Each document hides one fact; all
 questions are asked at once, so that every document's KV cache is needed at the same time. The backend gets a device
-pool that cannot hold them.
+pool that cannot hold them. Then each writes one summary alone, and the backend once more with the EAGLE-3 draft that
+comes with this package.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ from oasis_sglang.serving import (
     greedy,
     oasis_flags,
 )
+from oasis_sglang.speculative.shipped import shipped_draft
 
 PLACES = ("harbour", "museum", "library", "station", "garden", "castle", "bakery", "school")
 INSTRUCTION = "Read the following text, then answer the question at its end.\n\n"
+SUMMARISE = "Summarise the text above in a few paragraphs."
+SUMMARY_TOKENS = 128
+DRAFTING = "oasis, EAGLE-3 drafts"
 CODES = (48213, 70564, 19387, 62950, 35718, 84026, 27491, 91635)
 
 
@@ -48,6 +53,7 @@ class Side:
     host_bytes: float
     hit_rate: float | None
     state: dict[str, Any]
+    summary: Answer
 
     @property
     def ttft(self) -> float:
@@ -106,13 +112,43 @@ def until_end(documents: Documents, answer: Answer) -> str:
     return documents.decode(ids[: ids.index(end)] if end in ids else ids).strip()
 
 
-def ask(
-    name: str, server: Server, prompts: list[list[int]], documents: Documents, new_tokens: int, console: Console
-) -> Side:
-    """Start the server, ask everything at once, collect what it did, stop it."""
+def summary_prompt(arguments: argparse.Namespace, documents: Documents) -> list[int]:
+    """The first document again, so that a server that has read it need not read it once more."""
+    depth = 0.5 / arguments.documents
+    return documents.with_question(0, arguments.tokens, SUMMARISE, fact(place(0), code(0)), depth, INSTRUCTION)
+
+
+def write_summary(client: Client, prompt: list[int], progress: Progress, task: Any, name: str) -> Answer:
+    def seen(answer: Answer) -> None:
+        progress.update(task, description=f"{name}: writing a summary alone", completed=answer.tokens)
+
+    progress.update(task, description=f"{name}: reading one document", total=SUMMARY_TOKENS, completed=0)
+    return client.stream(prompt, greedy(SUMMARY_TOKENS, ignore_eos=True), on_chunk=seen)
+
+
+def progress_on(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(SpinnerColumn(), *columns, console=console)
+
+
+def draft_summary(name: str, server: Server, prompt: list[int], console: Console) -> Answer:
+    """One summary by a server of its own."""
+    with progress_on(console) as progress:
+        task = progress.add_task(f"{name}: starting the server", total=None)
+        with server:
+            answer = write_summary(Client(server.url), prompt, progress, task, name)
+            progress.update(task, description=f"{name}: stopping the server")
+        progress.update(task, description=f"{name}: done")
+    return answer
+
+
+def ask(
+    name: str, server: Server, prompts: list[list[int]], summary: list[int], documents: Documents, new_tokens: int,
+    console: Console,
+) -> Side:  # fmt: skip
+    """Start the server, ask everything at once, then for one summary, collect what it did, stop it."""
     total = len(prompts)
-    with Progress(SpinnerColumn(), *columns, console=console) as progress:
+    with progress_on(console) as progress:
         task = progress.add_task(f"{name}: starting the server", total=None)
         with server:
             client = Client(server.url)
@@ -128,6 +164,7 @@ def ask(
             answers = ask_all(client, prompts, greedy(new_tokens, ignore_eos=True), on_chunk=seen)
             per_token = client.kv_bytes_per_token()
             state = client.oasis()
+            alone = write_summary(client, summary, progress, task, name)
             progress.update(task, description=f"{name}: stopping the server")
         progress.update(task, description=f"{name}: done")
     texts = [until_end(documents, answer) for answer in answers]
@@ -145,10 +182,11 @@ def ask(
         else 0.0,
         hit_rate=state["hits_total"] / looked_up if looked_up else None,
         state=state,
+        summary=alone,
     )
 
 
-def show(dense: Side, oasis: Side, report: Report, arguments: argparse.Namespace) -> None:
+def show(dense: Side, oasis: Side, drafted: Answer | None, report: Report, arguments: argparse.Namespace) -> None:
     answers = enumerate(zip(dense.texts, oasis.texts, strict=True))
     rows = [(question(place(index)), short(theirs), short(ours)) for index, (theirs, ours) in answers]
     report.table("Answers", ("question", dense.name, oasis.name), rows)
@@ -167,7 +205,24 @@ def show(dense: Side, oasis: Side, report: Report, arguments: argparse.Namespace
              None if oasis.hit_rate is None else f"{oasis.hit_rate:.1%}", None),
         ],
     )  # fmt: skip
+    base = decode_rate([dense.summary])
+    summaries = {dense.name: dense.summary, oasis.name: oasis.summary} | (
+        {DRAFTING: drafted} if drafted is not None else {}
+    )
+    report.table(
+        f"One summary of a document of {arguments.tokens:,} tokens, nothing else running",
+        ("", "tokens/s", "× dense", "tokens per step"),
+        [
+            (name, decode_rate([answer]), times(decode_rate([answer]), base), accept_length(answer))
+            for name, answer in summaries.items()
+        ],
+    )  # fmt: skip
     report.console.print(explanation(dense, oasis, arguments), markup=False)
+
+
+def accept_length(answer: Answer) -> float:
+    """Tokens per decode step; the first token is the prefill's."""
+    return (answer.tokens - 1) / (answer.meta.get("spec_verify_ct") or answer.tokens - 1)
 
 
 def short(text: str, width: int = 60) -> str:
@@ -214,18 +269,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dense SGLang": Server(model, ["--max-total-tokens", str(total)]),
             "oasis": Server(model, flags),
         }
+        summary = summary_prompt(arguments, documents)
         dense, oasis = (
-            ask(name, server, prompts, documents, arguments.new_tokens, console) for name, server in servers.items()
+            ask(name, server, prompts, summary, documents, arguments.new_tokens, console)
+            for name, server in servers.items()
         )
+        draft = shipped_draft(Path(model))
+        drafted = None
+        if draft is not None:
+            chain = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)]
+            drafted = draft_summary(DRAFTING, Server(model, [*flags, *chain]), summary, console)
+        else:
+            console.print(f"No draft for {model} comes with this package, so nothing is drafted.", markup=False)
     except ServerFailed as error:
         console.print(f"The demo stopped: {error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("Interrupted; the servers are stopped.")
         return 130
-    show(dense, oasis, report, arguments)
+    show(dense, oasis, drafted, report, arguments)
     if arguments.json:
         report.results = {side.name: as_json(side) for side in (dense, oasis)}
+        if drafted is not None:
+            report.results[DRAFTING] = summary_json(drafted)
         report.write(arguments.json)
     return 0
 
@@ -235,6 +301,10 @@ def default_model(console: Console) -> Path:
 
     with console.status("Verifying the demo model") as status:
         return ensure_model(report=lambda step: status.update(step)).path
+
+
+def summary_json(answer: Answer) -> dict[str, Any]:
+    return {"summary_tokens_per_second": decode_rate([answer]), "summary_tokens_per_step": accept_length(answer)}
 
 
 def as_json(side: Side) -> dict[str, Any]:
@@ -248,6 +318,7 @@ def as_json(side: Side) -> dict[str, Any]:
         "host_kv_bytes": side.host_bytes,
         "hit_rate": side.hit_rate,
         "oasis_state": side.state,
+        **summary_json(side.summary),
     }
 
 
