@@ -36,7 +36,7 @@ PARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("rest of the attention backend", (("decode", "tier.py"),)),
     ("LM head", (("_get_logits", "logits_processor.py"), ("_compute_lm_head", "logits_processor.py"))),
     ("linear layers", (("linear", "platform/linear.py"), ("apply", "unquant.py"))),
-    ("rest of the model", (("forward", "models/llama.py"), ("forward", "model_runner.py"))),
+    ("rest of the model", (("forward", "model_runner.py"),)),
 )
 REST = "scheduler"
 NAMES = (*(name for name, _ in PARTS), REST)
@@ -48,7 +48,8 @@ def part_of(stack: str) -> str | None:
     None for threads other than the scheduler's loop.
     """
     frames = [frame.rpartition(" (") for frame in stack.split(";")]
-    named = [(name, place.rpartition(":")[0]) for name, _, place in frames]
+    # "Class.method (end of the path:line)"
+    named = [(name.rpartition(".")[2], place.rpartition(":")[0]) for name, _, place in frames]
     if not any(name.startswith("event_loop") for name, _ in named):
         return None
     for part, wanted in PARTS:

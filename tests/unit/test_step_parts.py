@@ -6,19 +6,17 @@ import pytest
 
 from benchmarks.step_parts import shares
 
-LOOP = (
-    "run_scheduler_process (sglang/srt/managers/scheduler.py:1);event_loop_normal (sglang/srt/managers/scheduler.py:2)"
-)
-WORKER = "sglang/srt/speculative/eagle_worker_v2.py"
-VERIFY = f"{LOOP};verify ({WORKER}:3);forward (sglang/srt/model_executor/model_runner.py:4)"
-LAYER = f"{VERIFY};forward (sglang/srt/models/llama.py:5)"
-TIER = f"{LAYER};forward_extend (/p/oasis_sglang/attention/backend.py:6);decode (/p/oasis_sglang/memory_pool/tier.py:7)"
+LOOP = "run_scheduler_process (scheduler.py:1);Scheduler.event_loop_normal (scheduler.py:2)"
+WORKER = "eagle_worker_v2.py"
+VERIFY = f"{LOOP};verify ({WORKER}:3);ModelRunner.forward (model_runner.py:4)"
+LAYER = f"{VERIFY};LlamaDecoderLayer.forward (llama.py:5)"
+TIER = f"{LAYER};forward_extend (/p/oasis_sglang/attention/backend.py:6);KVTier.decode (/p/oasis_sglang/memory_pool/tier.py:7)"
 
 
 def test_each_stack_counts_once() -> None:
     raw = "\n".join([
-        f"{LOOP};draft ({WORKER}:8);forward (sglang/srt/models/llama_eagle3.py:9);linear (/p/platform/linear.py:1) 5",
-        f"{LOOP};_draft_extend_for_decode ({WORKER}:8) 6",
+        f"{LOOP};EagleDraftWorker.draft ({WORKER}:8);forward (llama_eagle3.py:9);linear (/p/platform/linear.py:1) 5",
+        f"{LOOP};EagleDraftWorker._draft_extend_for_decode ({WORKER}:8) 6",
         f"{LAYER};apply (/p/oasis_sglang/platform/linear.py:1);linear (/p/oasis_sglang/platform/linear.py:2) 20",
         f"{LAYER} 4",
         f"{TIER};_refresh (/p/oasis_sglang/memory_pool/tier.py:3);_select (/p/oasis_sglang/memory_pool/tier.py:4) 10",
