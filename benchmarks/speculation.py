@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser = common.parser(__doc__)
     parser.add_argument("--draft", metavar="DIR", help="EAGLE-3 draft (default: the one that comes with the package)")
     parser.add_argument("--drafts", type=int, default=3, help="draft tokens per step (default: %(default)s)")
-    parser.add_argument("--documents", type=int, default=4, help="prompts of each length (default: %(default)s)")
+    parser.add_argument("--documents", type=int, default=6, help="prompts of each length (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=6000, help="tokens of a long prompt (default: %(default)s)")
     parser.add_argument("--short-tokens", type=int, default=500, help="tokens of a short one (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens each answer has (default: %(default)s)")
@@ -128,10 +128,11 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     for variant in chosen:
         with common.started(arguments, variant, model, report.console) as (server, client):
             for load in (load for load in loads if load.name in parts):
-                ask(client, load)
+                few = replace(load, prompts=load.prompts[:2])
+                ask(client, few)
                 found: dict[str, float] = {}
                 with step_parts.sampled(server, found):
-                    ask(client, load)
+                    ask(client, few)
                 per_step = accepted[load.name] if variant.name == "drafts" else 1.0
                 step = 1000 * (per_step or 1.0) / medians[load.name][variant.name]
                 parts[load.name][variant.name] = {name: share * step for name, share in found.items()}

@@ -10,7 +10,8 @@ LOOP = "run_scheduler_process (scheduler.py:1);Scheduler.event_loop_normal (sche
 WORKER = "eagle_worker_v2.py"
 VERIFY = f"{LOOP};verify ({WORKER}:3);ModelRunner.forward (model_runner.py:4)"
 LAYER = f"{VERIFY};LlamaDecoderLayer.forward (llama.py:5)"
-TIER = f"{LAYER};forward_extend (/p/oasis_sglang/attention/backend.py:6);KVTier.decode (/p/oasis_sglang/memory_pool/tier.py:7)"
+BACKEND = f"{LAYER};OasisAttnBackend.forward_extend (/p/oasis_sglang/attention/backend.py:6)"
+TIER = f"{BACKEND};KVTier.decode (/p/oasis_sglang/memory_pool/tier.py:7)"
 
 
 def test_each_stack_counts_once() -> None:
