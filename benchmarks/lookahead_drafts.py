@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from oasis_sglang.attention.draft_window import WINDOW
+
 
 class DraftSource(Protocol):
     name: str
@@ -68,15 +70,20 @@ class EagleDraft:
 
     name = "draft"
 
-    def __init__(self, folder: str | Path, model: torch.nn.Module) -> None:
+    def __init__(
+        self, folder: str | Path, model: torch.nn.Module, first: int = 16, window: int | None = WINDOW
+    ) -> None:
         """
         Args:
             model: the target, a transformers causal language model.
+            first, window: how many of the first and of the newest tokens the head attends to, by default as this
+                backend's; `window` None: all.
         """
         from oasis_sglang.speculative.draft.checkpoint import read_draft
         from oasis_sglang.speculative.draft.target import Target
 
         folder = Path(folder)
+        self._first, self._window = first, window
         eagle = json.loads((folder / "config.json").read_text())["eagle_config"]
         self.feature_layers: tuple[int, ...] = tuple(eagle["eagle_aux_hidden_state_layer_ids"])
         self._target = Target(model)
@@ -91,7 +98,7 @@ class EagleDraft:
         inputs = layer.inputs(self._target.embed(torch.tensor([tokens[done + 1 :]])), x)
         cos, sin = self._rotary(torch.arange(done, pairs))
         self._keys, self._values = self._grown(self._keys, self._values, inputs, cos, sin)
-        keys, values = self._keys, self._values
+        keys, values = self._seen(self._keys), self._seen(self._values)
         x, inputs, cos, sin = x[:, -1:], inputs[:, -1:], cos[:, :, -1:], sin[:, :, -1:]
         drafted: list[int] = []
         while True:
@@ -103,6 +110,11 @@ class EagleDraft:
             inputs = layer.inputs(self._target.embed(torch.tensor([drafted[-1:]])), x)
             cos, sin = self._rotary(torch.tensor([pairs + len(drafted) - 1]))
             keys, values = self._grown(keys, values, inputs, cos, sin)
+
+    def _seen(self, states: torch.Tensor) -> torch.Tensor:
+        if self._window is None or states.shape[2] <= self._first + self._window:
+            return states
+        return torch.cat((states[:, :, : self._first], states[:, :, -self._window :]), dim=2)
 
     def _rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self._target.rotary(positions.unsqueeze(0))

@@ -8,6 +8,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from oasis_sglang import coordinator
+from oasis_sglang.attention.draft_window import WINDOW, pages_left_out
 from oasis_sglang.attention.ops import TableLayout
 from oasis_sglang.memory_pool.draft_pool import OasisDraftPool
 
@@ -15,13 +16,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-#: Newest tokens that a draft head attends to, next to the sequence's first page. A head is trained on sequences of a
-#: thousand tokens or so, and spreads its attention too thinly over more: SmolLM2's drafts an accept length of 1.83 over
-#: 6,000 tokens, of 2.04 over the newest 1,024 and the first page, and of 1.40 without that page, where it puts the
-#: attention that it has no use for (a sink, arXiv 2309.17453).
-WINDOW = 1024
 
 
 class DraftAttnBackend(AttentionBackend):
@@ -75,8 +69,7 @@ class DraftAttnBackend(AttentionBackend):
             raise NotImplementedError(f"the draft attention backend does not run forward mode {mode.name}")
 
     def _left_out(self, before: int) -> int:
-        """Pages after the first that nothing attends to which has `before` tokens before it."""
-        return 0 if self.window is None else max((before - self.window) // self.page_size - 1, 0)
+        return 0 if self.window is None else pages_left_out(before, self.window, self.page_size)
 
     def plan(self, rows: torch.Tensor, tokens: torch.Tensor, queries: int) -> None:
         """The page table of a batch: `tokens` `[n]` each, the `queries` last of them new."""

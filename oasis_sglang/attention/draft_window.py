@@ -1,0 +1,13 @@
+"""What a draft head attends to in a long sequence: the first page and the newest tokens."""
+
+from __future__ import annotations
+
+#: Newest tokens that a draft head attends to. A head is trained on sequences of a thousand tokens or so, and spreads its
+#: attention too thinly over many more; and it needs the first page, where it puts attention that it has no use for
+#: (a sink, arXiv 2309.17453). `python -m benchmarks.draft_window` measures both.
+WINDOW = 1024
+
+
+def pages_left_out(before: int, window: int, page_size: int) -> int:
+    """Pages after the first that are not attended to by a token with `before` tokens before it."""
+    return max((before - window) // page_size - 1, 0)
