@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-#: Newest tokens that a draft head attends to. A head is trained on sequences of a thousand tokens or so, and spreads its
-#: attention too thinly over many more; and it needs the first page, where it puts attention that it has no use for
-#: (a sink, arXiv 2309.17453). `python -m benchmarks.draft_window` measures both.
+#: Newest tokens that a draft head attends to. A head is trained on sequences of a thousand tokens or so, and over many
+#: more its attention spreads too thinly; and it needs the first page, where it puts attention that it has no use for (a
+#: sink, arXiv 2309.17453). `python -m benchmarks.draft_window` measures both.
 WINDOW = 1024
 
 
