@@ -104,7 +104,8 @@ def accept_length(answers: list[Answer]) -> float | None:
 def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     step_parts.sampler()
     model = common.model_path(arguments)
-    chosen = variants(arguments, draft_folder(arguments, model))
+    draft = draft_folder(arguments, model)
+    chosen = variants(arguments, draft)
     loads = workloads(arguments, Documents(model))
     sampling = greedy(arguments.new_tokens, ignore_eos=True)
     rates: dict[str, dict[str, list[float]]] = {w.name: {v.name: [] for v in chosen} for w in loads}
@@ -138,7 +139,11 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
                 parts[load.name][variant.name] = {name: share * step for name, share in found.items()}
     return {
         "workloads": {w.name: w.label for w in loads},
-        "variants": {v.name: {"label": v.label, "flags": v.flags} for v in chosen},
+        # The draft by its folder's name: where it lies is of no use elsewhere.
+        "variants": {
+            v.name: {"label": v.label, "flags": [Path(draft).name if flag == draft else flag for flag in v.flags]}
+            for v in chosen
+        },
         "tokens_per_second": rates,
         "medians": medians,
         "accept_length": accepted,
