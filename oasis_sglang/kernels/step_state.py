@@ -176,5 +176,6 @@ class StepState:
         return self.scores[: n * heads * columns].view(n, heads, columns)
 
     def step_selected(self, layer: int, n: int) -> Selected:
-        lists = (x[:n] for x in self.misses.unbind())
-        return Selected(self.attended[:n], *lists, self.counts[layer, 0, :n], self.counts[layer, 1, :n])
+        host, row, slot, page, evicted = self.misses[:, :n].unbind()
+        count, missed = self.counts[layer, :, :n].unbind()
+        return Selected(self.attended[:n], host, row, slot, page, evicted, count, missed)
