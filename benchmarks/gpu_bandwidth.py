@@ -212,18 +212,15 @@ class Bandwidth:
         config = OasisConfig(page_size=s.page, token_budget=s.budget, fetch_ratio=0.05)
         columns, n, width = s.context // s.page, s.sequences, config.max_set_pages
         sets = WorkingSets(
-            layers=1, kv_heads=s.kv_heads, device_pages=n * width, rows=n, set_pages=width, sequence_pages=columns + 1
-        )
-        rows = torch.tensor([a.row for _ in range(n) if (a := sets.reserve(width)) is not None], device=s.device)
-        for pages in (torch.arange(width - 1), torch.full((1,), columns)):
-            at = pages.clamp_max(width - 1)
-            sets.page_of[0, :, :, at] = pages.to(torch.int32)
-            sets.slot_of[0, :, :, pages] = at.to(torch.int32)
-        for name in ("pages", "page_of", "slot_of", "last_used"):
-            setattr(sets, name, getattr(sets, name).to(s.device))
-        sets.cells.rows = sets.cells.rows.to(s.device)
+            layers=1, kv_heads=s.kv_heads, device_pages=n * width, rows=n, set_pages=width, sequence_pages=columns + 1,
+            device=s.device,
+        )  # fmt: skip
+        held = torch.cat((torch.arange(min(width - 1, columns)), torch.tensor([columns]))).to(s.device)
+        rows = [attempt.row for _ in range(n) if (attempt := sets.reserve(width)) is not None]
+        for row in rows:
+            sets.place(0, row, held.expand(s.kv_heads, -1), torch.zeros_like(held))
         tail, host_pages = torch.full((n,), columns, device=s.device), self._indices(1 << 20, n, columns + 1)
-        step, at = torch.full((1,), 1 << 20, dtype=torch.int32, device=s.device), torch.arange(n, device=s.device)
+        step, at = torch.full((1,), 1 << 20, dtype=torch.int32, device=s.device), torch.tensor(rows, device=s.device)
         table = torch.zeros(n, s.kv_heads, config.budget_pages + 1, dtype=torch.int64, device=s.device)
         out = Selected.allocate(n, s.kv_heads, config.budget_pages, config.fetch_cap_pages, s.device)
         work = torch.empty(select_work(n, s.kv_heads, config), dtype=torch.int64, device=s.device)
@@ -233,7 +230,7 @@ class Bandwidth:
 
             def run() -> None:
                 step.add_(1)
-                select(scores, tail, rows, host_pages, 0, sets, config, step, table, at, out=out, work=work)
+                select(scores, tail, at, host_pages, 0, sets, config, step, table, at, out=out, work=work)
 
             return run
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_scale import Scale
+from benchmarks.gpu_sets import on_device
 from benchmarks.gpu_stage import Item
 from benchmarks.gpu_verdict import equal, near
 from oasis_sglang.attention.selector import Selection, TorchSelector
@@ -130,15 +130,6 @@ class SelectCase:
         self.table = torch.full((n + 1, heads, self.config.budget_pages + 2), -7)
         self.at = torch.arange(n, 0, -1)
 
-    def sets_on(self, device: torch.device) -> WorkingSets:
-        """The same working sets, apart from these."""
-        sets = copy.copy(self.sets)
-        sets.cells = copy.copy(self.sets.cells)
-        sets.cells.rows = self.sets.cells.rows.clone().to(device)
-        for name in ("pages", "page_of", "slot_of", "last_used"):
-            setattr(sets, name, getattr(self.sets, name).clone().to(device))
-        return sets
-
     def expected(self) -> Selection:
         """The maps and the table change."""
         selector = TorchSelector(self.config, TorchOps(), Given(self.scores), self.sets)  # type: ignore[arg-type]
@@ -155,7 +146,7 @@ class SelectCase:
 
 def check_select(scale: Scale, keys: dict[str, Any]) -> dict[str, Any]:
     case = SelectCase(scale, keys)
-    sets, table = case.sets_on(scale.device), case.table.clone().to(scale.device)
+    sets, table = on_device(case.sets, scale.device), case.table.clone().to(scale.device)
     got = case.run(sets, table, scale.device)
     want = case.expected()
     found = Selected(*(x.cpu() for x in got))

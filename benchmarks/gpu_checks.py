@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_check_memory, gpu_check_pages
+from benchmarks import gpu_check_memory, gpu_check_pages, gpu_check_place
 from benchmarks.gpu_scale import Scale, scale_of
 from benchmarks.gpu_stage import Item
 from benchmarks.gpu_verdict import both, near
@@ -27,7 +27,7 @@ def items(tiny: bool) -> list[Item]:
     scale = scale_of(tiny)
     found = [Item(f"attend {_name(case)}", 6.0, partial(check_attend, scale, case)) for case in scale.attend_cases]
     found.append(Item("prefill", 3.0, partial(check_prefill, scale)))
-    return [*found, *gpu_check_pages.items(scale), *gpu_check_memory.items(scale)]
+    return [*found, *gpu_check_pages.items(scale), *gpu_check_memory.items(scale), *gpu_check_place.items(scale)]
 
 
 def _name(case: Shape) -> str:

@@ -60,7 +60,13 @@ def device() -> dict[str, Any]:
 def run(arguments: argparse.Namespace, report: Report, path: Path) -> None:
     """All stages, one after the other; after each of them the results so far are written."""
     end = time.monotonic() + (TINY_SECONDS if arguments.tiny else SECONDS)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     for stage in STAGES:
         with Progress(*columns, console=report.console) as progress:
             task = progress.add_task(f"{stage.name}: start", total=None)

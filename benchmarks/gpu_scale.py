@@ -18,7 +18,7 @@ class Scale:
         cycle_bytes: what is read in turns where a kernel is timed, so that no cache holds it.
         repeats: timed runs of each measurement; the median counts.
         product: rows of the square matrices of the product that needs the multiprocessors.
-        batches: by context, sequences decoded at once.
+        batches: contexts and how many sequences of them are decoded at once, the most telling first.
         spare_bytes: device memory that a batch must leave free.
     """
 
@@ -42,7 +42,7 @@ class Scale:
     product: int
     attend_cases: tuple[Shape, ...]
     check_pages: int
-    batches: dict[int, tuple[int, ...]]
+    batches: tuple[tuple[int, int], ...]
     spare_bytes: int
 
     @property
@@ -85,7 +85,7 @@ def scale_of(tiny: bool) -> Scale:
             product=64,
             attend_cases=((torch.float32, 16, 16, 2, 1, 3), (torch.bfloat16, 64, 16, 2, 2, 2)),
             check_pages=24,
-            batches={192: (1, 2)},
+            batches=((192, 2), (128, 1)),
             spare_bytes=0,
         )
     if not torch.cuda.is_available():
@@ -111,6 +111,6 @@ def scale_of(tiny: bool) -> Scale:
         product=8192,
         attend_cases=USUAL,
         check_pages=512,
-        batches={16384: (1, 8, 32, 64), 32768: (1, 8, 16, 32), 65536: (1, 4, 8, 16)},
+        batches=((32768, 16), (65536, 8), (16384, 32), (32768, 4), (65536, 1), (16384, 8), (32768, 1)),
         spare_bytes=8 << 30,
     )

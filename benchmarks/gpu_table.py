@@ -70,7 +70,9 @@ def _place(x: dict[str, Any]) -> tuple[int, int]:
 
 
 def show(report: Report) -> None:
-    caption = "" if report.results["times_mean_something"] else "On a CPU, interpreted: times and their ratios mean nothing."
+    caption = (
+        "" if report.results["times_mean_something"] else "On a CPU, interpreted: times and their ratios mean nothing."
+    )
     rows = [(x["what"], x["measured"], x["against"], x["unit"], x["ratio"]) for x in report.results["ratios"]]
     title = report.results["device"].get("name", "no GPU") if not report.results["tiny"] else "CPU, tiny shapes"
     report.table(f"GPU kernels: {title}", ("what / against", "measured", "against", "unit", "ratio"), rows, caption)

@@ -45,14 +45,16 @@ class Timer:
         return first.elapsed_time(last) / 1000
 
 
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of what `run` launches."""
+def captured(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> torch.cuda.CUDAGraph:
+    """A graph of what `run` launches; it and `before` are called a few times first."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
+            before()
             run()
     torch.cuda.current_stream().wait_stream(stream)
+    before()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
