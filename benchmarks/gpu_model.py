@@ -12,8 +12,8 @@ from benchmarks.gpu_scale import Scale
 
 EPSILON = 1e-6
 ROPE_BASE = 1e6  # of Qwen3-8B
-# How much of a token's input is its own; the rest is its sequence's. Queries of a text's successive tokens resemble each
-# other, those of random tokens would not, and every step would want other pages.
+# How much of a token's input is its own; the rest is its sequence's. Queries of a text's successive tokens resemble
+# each other, those of random tokens would not, and every step would want other pages.
 OWN = 0.1
 
 # (layer, q `[n, Hq, D]`, k `[n, H, D]`, v `[n, H, D]`) -> `[n, Hq, D]`

@@ -172,6 +172,8 @@ class StageRun:
             trouble, lost = "its process ended", True
         if trouble:
             self._settle(name, "failed", trouble)
+        elif "skipped" in figures:  # there was no room for it
+            self._settle(name, "skipped", figures["skipped"])
         else:
             self._settle(name, "results", figures)
         if lost:

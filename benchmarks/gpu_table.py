@@ -54,7 +54,7 @@ def _bandwidths(results: dict[str, Any]) -> list[Row]:
 
 def _decodes(results: dict[str, Any]) -> list[Row]:
     """Tokens per second of sparse against dense decoding at the same context and batch."""
-    found = _of(results, "decode")
+    found = {name: x for name, x in _of(results, "decode").items() if "tokens_per_second" in x}
     rows = []
     for x in found.values():
         dense = next((y for y in found.values() if y["kind"] == "dense" and _place(y) == _place(x)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from oasis_sglang.kernels.attend import attend
 from oasis_sglang.kernels.backup import backup, write_tokens
 from oasis_sglang.kernels.gather import gather
 from oasis_sglang.kernels.launch import Launch, recording
+from oasis_sglang.kernels.place import place, remember
 from oasis_sglang.kernels.score import score_minmax, score_sketches
 from oasis_sglang.kernels.select import Selected, select
 from oasis_sglang.kernels.summaries import append_minmax, append_sketches, build_minmax, build_sketches
@@ -40,6 +41,8 @@ USUAL = (
 )
 
 Shape = tuple[torch.dtype, int, int, int, int, int]
+# What is asked for most; the fewest shapes in which any two values meet; every combination.
+Extent = Literal["usual", "pairwise", "all"]
 Call = Callable[[], Any]
 
 
@@ -112,17 +115,59 @@ def select_call(config: OasisConfig, pages: int) -> Call:
     )
 
 
-def select_configs(everything: bool) -> Iterator[OasisConfig]:
+def place_call(t: int, ahead: bool) -> Call:
+    """Where tokens and pages are, with pages chosen ahead or not."""
+    batch, budget, width = 4, 128, 162
+    sets = WorkingSets(layers=1, kv_heads=1, device_pages=1, rows=1, set_pages=1, sequence_pages=1)
+    sets.set_pages, sets.sequence_pages = width, 2049
+    sets.pages, sets.width = empty(batch, width), empty(batch)
+    sets.cells.rows = empty(1, batch * width, HEADS)
+    sets.page_of = sets.last_used = empty(1, batch, HEADS, width, dtype=torch.int32)
+    sets.slot_of = empty(1, batch, HEADS, 2049, dtype=torch.int32)
+    pages, one = empty(batch, t), empty(1, dtype=torch.int32)
+    token_rows, table = empty(batch * t, HEADS), empty(batch, HEADS, budget + 2)
+    chosen = empty(batch, HEADS, budget, dtype=torch.int32) if ahead else None
+    return lambda: place(
+        0, empty(batch), empty(batch), pages, pages, sets, one, token_rows, table, one, budget,
+        chosen=chosen, chosen_tail=empty(batch + 1) if ahead else None, keep=ahead and t > 1,
+    )  # fmt: skip
+
+
+def remember_call() -> Call:
+    attended, chosen = empty(4, HEADS, 128), empty(4, HEADS, 128, dtype=torch.int32)
+    return lambda: remember(attended, empty(4), chosen)
+
+
+def pairwise(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Few rows, one value of each axis in each, such that any two values of two axes meet in one of them."""
+    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    pairs = {row: {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)} for row in rows}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        chosen.append(tuple(axis[i] for axis, i in zip(axes, best, strict=True)))
+    return chosen
+
+
+def select_configs(extent: Extent) -> Iterator[OasisConfig]:
     yield OasisConfig()
     yield OasisConfig(page_size=64, token_budget=2048, sink_tokens=64, recent_tokens=128, fetch_ratio=0.05)
-    if everything:
+    if extent == "pairwise":
+        for page, budget, ratio in ((32, 1024, 0.1), (16, 4096, 0.1)):
+            yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
+    elif extent == "all":
         for page, budget, ratio in itertools.product(PAGES, (512, 1024, 4096), (0.1, 1.0)):
             yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
 
 
-def calls(everything: bool) -> Iterator[tuple[str, Call]]:
-    grid = itertools.product(DTYPES, DIMS, PAGES, GROUPS, QUERIES, BATCHES)
-    shapes: list[Shape] = list(grid) if everything else list(USUAL)
+def calls(extent: Extent) -> Iterator[tuple[str, Call]]:
+    axes = (DTYPES, DIMS, PAGES, GROUPS, QUERIES, BATCHES)
+    shapes: list[Any] = list(USUAL)
+    if extent != "usual":
+        shapes = list(itertools.product(*axes)) if extent == "all" else pairwise(*axes)
+    everything = extent != "usual"
     for kv, dim, page, group, t, batch in shapes:
         name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
         yield f"attend {name}", attend_call(kv, dim, page, group, t, batch)
@@ -134,9 +179,12 @@ def calls(everything: bool) -> Iterator[tuple[str, Call]]:
         if kv != FP8:  # which has no largest and smallest: torch does not compare them
             name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
             yield f"score minmax {name}", minmax_call(kv, dim, page, group, t, batch)
-    for config in select_configs(everything):
+    for config in select_configs(extent):
         name = f"K={config.budget_pages} C={config.fetch_cap_pages} W={config.max_set_pages}"
         yield f"select {name}", select_call(config, 32768 // config.page_size)
+    for t, ahead in itertools.product((1, 4) if everything else (1,), (True, False)):
+        yield f"place t={t} {'skip' if ahead else 'wait'}", place_call(t, ahead)
+    yield "remember K=128", remember_call()
     for kv, dim, page, _, t, batch in shapes if everything else shapes[:1] + shapes[5:6] + shapes[7:8]:
         name = f"{str(kv)[6:]} D={dim} P={page} t={t} n={batch}"
         yield from ((f"{kind} {name}", call) for kind, call in copy_calls(kv, dim, page, t, batch))
@@ -144,13 +192,9 @@ def calls(everything: bool) -> Iterator[tuple[str, Call]]:
             yield from ((f"{kind} {name}", call) for kind, call in summary_calls(kv, dim, page, t, batch))
 
 
-def variants(capability: tuple[int, int], everything: bool = False) -> Iterator[tuple[str, Launch]]:
-    """Launches for a device of this compute capability, each with the name of the call that makes it.
-
-    Args:
-        everything: every combination that is supported; else a representative part of them.
-    """
-    for name, call in calls(everything):
+def variants(capability: tuple[int, int], extent: Extent = "usual") -> Iterator[tuple[str, Launch]]:
+    """Launches for a device of this compute capability, each with the name of the call that makes it."""
+    for name, call in calls(extent):
         with recording(capability) as launches:
             call()
         for launch in launches:
