@@ -118,7 +118,7 @@ class SparseSteps:
         return attempt.row
 
     def _fill(self, width: int, context: int) -> None:
-        """What a prompt leaves: the newest pages are there, and with `skip` the newest of these are chosen."""
+        """What a prompt leaves: the newest pages are there, and with `skip` the newest before the last are chosen."""
         s, decode, sets = self.scale, self._decode, self._sets
         complete = context // s.page
         held = torch.arange(complete - min(width - 1, complete), complete, device=s.device).flip(0)
@@ -133,7 +133,8 @@ class SparseSteps:
             rows = sets.cells.rows[layer, owned].transpose(1, 2).contiguous()
             gather(self._host.pool.kv, layer, k, v, pages, rows, count.to(torch.int32), programs=64)
         if decode.shape.ahead:
-            decode.state.chosen.copy_(held[: decode.shape.budget_pages].to(torch.int32).expand_as(decode.state.chosen))
+            chosen = decode.state.chosen
+            chosen.copy_(held[1 : decode.shape.budget_pages + 1].to(torch.int32).expand_as(chosen))
             decode.state.chosen_tail.fill_(complete - 1)
 
     def _find_slots(self) -> None:
