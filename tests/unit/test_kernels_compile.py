@@ -59,7 +59,7 @@ def test_launches_need_no_device_data() -> None:
         want = torch.uint8 if capability == (8, 0) else torch.float8_e4m3fn
         assert {x.args[1].dtype for x in eight_bit} == {want}
     assert kernels[8, 0] == kernels[9, 0]
-    assert len(kernels[9, 0]) == 13
+    assert len(kernels[9, 0]) == 15
 
 
 def test_kernels_are_not_started_without_programs() -> None:
