@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from oasis_sglang.memory_pool.summaries import KeySummaries
     from oasis_sglang.memory_pool.working_set import WorkingSets
 
-#: The key under which the copy of a step's new tokens to the host pool can be waited for; layers have their numbers.
+#: With the turn of a step's buffers, the key under which its copies to the host pool can be waited for, the last work
+#: that it leaves; layers have their numbers.
 SAVED = "saved"
 
 
@@ -107,7 +108,7 @@ class DeviceDecode:
         self._k_rows = [x.view(-1, width) for x in k_pages]
         self._v_rows = [x.view(-1, width) for x in v_pages]
         self._scales = [1.0] * g.layers
-        self._turn = 0
+        self._turn, self._graph = 0, False
         self._n, self._t = 0, 1
         self._in = self.state.inputs[0].part(0, 1)
         self._layout: TableLayout | None = None
@@ -147,9 +148,13 @@ class DeviceDecode:
                 f"a step of {size} sequences ({n} real) with {new} new tokens and {columns} pages does not fit "
                 f"{self.batch} sequences with {self.chain} new tokens and {self.shape.sequence_pages} pages"
             )
+        self._graph = graph
         if graph:  # its addresses are fixed, and it knows nothing of work outside
             self.streams.join()
         self._turn = 0 if graph else 1 - self._turn
+        self.streams.wait((SAVED, self._turn))  # the step before the last one used the same buffers
+        if not self._ahead:  # compute itself fetches, and what the last step completed may be among it
+            self.streams.wait((SAVED, 1 - self._turn))
         self._n, self._t = size, new
         self._in = to = self.state.inputs[self._turn].part(size, new)
         self.step += 1
@@ -197,7 +202,7 @@ class DeviceDecode:
         )
         rows, lanes = state.token_rows[: n * t], now.offsets.view(-1)
         write_tokens(self._k_lanes[layer], self._v_lanes[layer], rows, lanes, k, v)
-        new_k, new_v = state.new_tokens(n, t)
+        new_k, new_v = state.new_tokens(self._turn, n, t)
         new_k[layer].copy_(k)
         new_v[layer].copy_(v)
         query = q.view(n, t, *q.shape[1:])
@@ -217,14 +222,14 @@ class DeviceDecode:
 
         Args:
             accepted: `[n]` how many of each sequence's new tokens are kept, at least 1, on the host or on the device;
-                None: all.
+                None: all, and only then may this be part of a graph.
         """
         state, now, n, t = self.state, self._in, self._n, self._t
         if accepted is None:
             torch.mul(now.rows >= 0, t, out=now.accepted)
         else:
             put(now.accepted[: accepted.numel()], accepted)
-        new_k, new_v = state.new_tokens(n, t)
+        new_k, new_v = state.new_tokens(self._turn, n, t)
         if isinstance(self.summaries, KeySketches):
             table, dims = self.summaries.table, self.summaries.dims
             append_sketches(table, dims, now.slots, now.accepted, new_k, self.geometry.page_size)
@@ -239,15 +244,14 @@ class DeviceDecode:
             counts = state.counts[:, :, :n].sum((0, 2, 3))
             state.totals[0] += (now.asking_rows >= 0).sum()
             state.totals[1:] += counts
-            self.streams.mark(SAVED)
-        if self.streams.capturing:
+            self.streams.mark((SAVED, self._turn))
+        if self._graph and accepted is None:
             self.streams.join()
 
     # -- its parts ------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """What follows from the inputs and is the same for every layer."""
-        self.streams.wait(SAVED)  # the last step's tokens are overwritten, and pages that it completed may be fetched
         now, t, page = self._in, self._t, self.geometry.page_size
         live = now.rows >= 0
         # A chain of drafts is sparse or dense as a whole: by its first token, which is certain.
@@ -278,7 +282,7 @@ class DeviceDecode:
             tail = self.state.chosen_tail
             rows = torch.maximum(self._in.sparse_rows, self._in.asking_rows)
             tail.scatter_(0, rows.masked_fill(rows < 0, tail.numel() - 1), self._in.tail)
-        if self.streams.capturing:
+        if self._graph:  # a graph ends with all its work joined
             self.streams.join()
 
     def _look_ahead(self, layer: int, query: torch.Tensor, scale: float) -> None:

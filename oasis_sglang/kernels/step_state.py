@@ -134,9 +134,9 @@ class StepState:
         self.order = torch.arange(n, device=device)
         self.token_rows = torch.zeros(n * t, heads, dtype=torch.int64, device=device)
         self.table = torch.zeros(n, heads, shape.table_columns, dtype=torch.int64, device=device)
-        self.new_k, self.new_v = (
-            torch.zeros(layers * n * t * heads * g.head_dim, dtype=dtype, device=device) for _ in range(2)
-        )
+        # A step's tokens may still be on their way to the host pool when the next step writes its own.
+        turns, tokens = 1 + shape.ahead, layers * n * t * heads * g.head_dim
+        self.new_kv = torch.zeros(turns, 2, tokens, dtype=dtype, device=device)
         self.scores = torch.zeros(n * heads * shape.sequence_pages, dtype=torch.float32, device=device)
         self.score_work = torch.zeros(shape.score_work(device), dtype=torch.float32, device=device)
         self.select_work = torch.zeros(n * heads * pow2(k), dtype=torch.int64, device=device)
@@ -158,11 +158,11 @@ class StepState:
             size = layers * n * t * shape.query_heads * g.head_dim
             self.queries = torch.zeros(size, dtype=dtype, device=device)
 
-    def new_tokens(self, n: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def new_tokens(self, turn: int, n: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a step's new tokens, `[layers, n * t, H, D]`."""
         g = self.shape.geometry
-        shape = (g.layers, n * t, g.kv_heads, g.head_dim)
-        k, v = (x[: g.layers * n * t * g.kv_heads * g.head_dim].view(shape) for x in (self.new_k, self.new_v))
+        size = g.layers * n * t * g.kv_heads * g.head_dim
+        k, v = self.new_kv[turn % self.new_kv.shape[0], :, :size].view(2, g.layers, n * t, g.kv_heads, g.head_dim)
         return k, v
 
     def step_queries(self, n: int, t: int) -> torch.Tensor:

@@ -15,8 +15,6 @@ import torch
 class Streams:
     """Of a device that has one stream. Everything is done in order, so nothing is ever waited for."""
 
-    capturing = False
-
     @contextlib.contextmanager
     def fork(self) -> Iterator[None]:
         """What is issued inside runs on the side stream, after all that compute has issued so far."""
@@ -49,10 +47,6 @@ class CudaStreams(Streams):
         self._events: dict[Hashable, torch.cuda.Event] = {}
         self._pending: set[Hashable] = set()
         self._apart = False  # whether the side stream has work that compute has not waited for
-
-    @property
-    def capturing(self) -> bool:  # type: ignore[override]
-        return torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
     def fork(self) -> Iterator[None]:

@@ -98,15 +98,22 @@ def summary_calls(kv: torch.dtype, dim: int, page: int, t: int, batch: int) -> I
     yield "append sketch", lambda: append_sketches(sketches, empty(kept), slots, accepted, step, page)
 
 
-def select_call(config: OasisConfig, pages: int) -> Call:
-    """A selection over `pages` columns, with maps that hold no data either."""
-    batch, width = 4, config.max_set_pages
-    sets = WorkingSets(layers=1, kv_heads=1, device_pages=1, rows=1, set_pages=1, sequence_pages=1)
+def empty_sets(config: OasisConfig, batch: int, pages: int) -> WorkingSets:
+    """Maps that hold no data either."""
+    width = config.max_set_pages
+    sets = WorkingSets(layers=1, kv_heads=1, device_pages=1, rows=1, set_pages=1, sequence_pages=1, device="meta")
     sets.set_pages, sets.sequence_pages = width, pages + 1
-    sets.pages = empty(batch, width)
+    sets.pages, sets.width = empty(batch, width), empty(batch)
     sets.cells.rows = empty(1, batch * width, HEADS)
     sets.page_of = sets.last_used = empty(1, batch, HEADS, width, dtype=torch.int32)
     sets.slot_of = empty(1, batch, HEADS, pages + 1, dtype=torch.int32)
+    return sets
+
+
+def select_call(config: OasisConfig, pages: int) -> Call:
+    """A selection over `pages` columns."""
+    batch = 4
+    sets = empty_sets(config, batch, pages)
     table = empty(batch, HEADS, config.budget_pages + 2)
     out = Selected.allocate(batch, HEADS, config.budget_pages, config.fetch_cap_pages, "meta")
     scores, step = empty(batch, HEADS, pages, dtype=FP32), empty(1, dtype=torch.int32)
@@ -115,27 +122,19 @@ def select_call(config: OasisConfig, pages: int) -> Call:
     )
 
 
-def place_call(t: int, ahead: bool) -> Call:
-    """Where tokens and pages are, with pages chosen ahead or not."""
-    batch, budget, width = 4, 128, 162
-    sets = WorkingSets(layers=1, kv_heads=1, device_pages=1, rows=1, set_pages=1, sequence_pages=1)
-    sets.set_pages, sets.sequence_pages = width, 2049
-    sets.pages, sets.width = empty(batch, width), empty(batch)
-    sets.cells.rows = empty(1, batch * width, HEADS)
-    sets.page_of = sets.last_used = empty(1, batch, HEADS, width, dtype=torch.int32)
-    sets.slot_of = empty(1, batch, HEADS, 2049, dtype=torch.int32)
-    pages, one = empty(batch, t), empty(1, dtype=torch.int32)
-    token_rows, table = empty(batch * t, HEADS), empty(batch, HEADS, budget + 2)
-    chosen = empty(batch, HEADS, budget, dtype=torch.int32) if ahead else None
-    return lambda: place(
-        0, empty(batch), empty(batch), pages, pages, sets, one, token_rows, table, one, budget,
-        chosen=chosen, chosen_tail=empty(batch + 1) if ahead else None, keep=ahead and t > 1,
-    )  # fmt: skip
-
-
-def remember_call() -> Call:
-    attended, chosen = empty(4, HEADS, 128), empty(4, HEADS, 128, dtype=torch.int32)
-    return lambda: remember(attended, empty(4), chosen)
+def place_calls(config: OasisConfig, t: int) -> Iterator[tuple[str, Call]]:
+    """Pages placed for a selection that follows, and for one that is remembered, for good too."""
+    batch, budget = 4, config.budget_pages
+    sets = empty_sets(config, batch, 64)
+    step = faults = empty(1, dtype=torch.int32)
+    rows, pages = empty(batch), empty(batch, t)
+    new, table = empty(batch * t, HEADS), empty(batch, HEADS, budget + 1 + (t > 1))
+    chosen = empty(batch, HEADS, budget, dtype=torch.int32)
+    given = (0, rows, rows, pages, pages, sets, step, new, table, faults, budget)
+    yield "place", lambda: place(*given)
+    for keep in (False, True):
+        yield f"recall keep={keep}", lambda keep=keep: place(*given, chosen=chosen, chosen_tail=rows, keep=keep)
+    yield "remember", lambda: remember(empty(batch, HEADS, budget), rows, chosen)
 
 
 def pairwise(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -182,9 +181,8 @@ def calls(extent: Extent) -> Iterator[tuple[str, Call]]:
     for config in select_configs(extent):
         name = f"K={config.budget_pages} C={config.fetch_cap_pages} W={config.max_set_pages}"
         yield f"select {name}", select_call(config, 32768 // config.page_size)
-    for t, ahead in itertools.product((1, 4) if everything else (1,), (True, False)):
-        yield f"place t={t} {'skip' if ahead else 'wait'}", place_call(t, ahead)
-    yield "remember K=128", remember_call()
+        for t in (1, 4):
+            yield from ((f"{kind} {name} t={t}", call) for kind, call in place_calls(config, t))
     for kv, dim, page, _, t, batch in shapes if everything else shapes[:1] + shapes[5:6] + shapes[7:8]:
         name = f"{str(kv)[6:]} D={dim} P={page} t={t} n={batch}"
         yield from ((f"{kind} {name}", call) for kind, call in copy_calls(kv, dim, page, t, batch))

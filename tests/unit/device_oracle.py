@@ -88,7 +88,7 @@ class Follower:
     def layer(
         self, layer: int, step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, list[list[int]]]:
-        """Outputs `[t, Hq, D]` for new tokens q `[t, Hq, D]`, k and v `[t, H, D]`, and each head's pages but the new."""
+        """Outputs `[t, Hq, D]` for new tokens q `[t, Hq, D]`, k and v `[t, H, D]`, and each head's older pages."""
         config, page, t, before = self.config, self.config.page_size, q.shape[0], self.tokens
         first, last = before // page, (before + t - 1) // page
         sparse = self.is_sparse(before + 1)
