@@ -96,7 +96,7 @@ class Decode:
     def _measure(self, steps: Steps, n: int) -> dict[str, Any]:
         on_gpu = self.scale.device.type == "cuda"
         run = captured(steps.run, steps.before).replay if on_gpu else steps.run
-        count = 2 if self.scale.tiny else STEPS
+        count = 1 if self.scale.tiny else STEPS
 
         def one() -> None:
             steps.before()

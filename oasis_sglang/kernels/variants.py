@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -133,7 +134,7 @@ def place_calls(config: OasisConfig, t: int) -> Iterator[tuple[str, Call]]:
     given = (0, rows, rows, pages, pages, sets, step, new, table, faults, budget)
     yield "place", lambda: place(*given)
     for keep in (False, True):
-        yield f"recall keep={keep}", lambda keep=keep: place(*given, chosen=chosen, chosen_tail=rows, keep=keep)
+        yield f"recall keep={keep}", partial(place, *given, chosen=chosen, chosen_tail=rows, keep=keep)
     yield "remember", lambda: remember(empty(batch, HEADS, budget), rows, chosen)
 
 
