@@ -132,7 +132,12 @@ def taking_turns(
             progress.advance(task)
 
 
-def write(report: Report, arguments: argparse.Namespace) -> Path:
-    """Write the report where the command line says, or to a new file in results/tmp/."""
+def destination(report: Report, arguments: argparse.Namespace) -> Path:
+    """The file that the command line names, or a new one in results/tmp/."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    return report.write(arguments.output or RESULTS / "tmp" / f"{report.name}-{stamp}.json")
+    return arguments.output or RESULTS / "tmp" / f"{report.name}-{stamp}.json"
+
+
+def write(report: Report, arguments: argparse.Namespace) -> Path:
+    """Write the report to its destination."""
+    return report.write(destination(report, arguments))

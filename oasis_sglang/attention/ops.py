@@ -15,7 +15,8 @@ import torch
 
 
 class TableLayout:
-    """What is the same for every layer of a step: which lanes of the page table hold tokens.
+    """What is the same for every layer of a step: which lanes of the page table hold tokens. What only some ops need is
+    made when it is first asked for.
 
     The table of sequence i lists its pages in order; the first `tokens[i]` lanes are valid, and the last t of them
     are the query tokens themselves, so query token j sees `tokens[i] - (t - 1 - j)` lanes (a causal tail).
@@ -31,21 +32,35 @@ class TableLayout:
             dtype: of the queries; the mask is added to their scores.
         """
         lanes = columns * page_size
-        if int(tokens.amax()) > lanes:
+        # Elsewhere looking would mean to wait for the device, and tables are as wide as they can be.
+        if tokens.device.type == "cpu" and int(tokens.amax()) > lanes:
             raise ValueError(f"{int(tokens.amax())} tokens do not fit {columns} columns of {page_size}")
-        lane = torch.arange(lanes, device=tokens.device)
-        seen = tokens.view(-1, 1) - torch.arange(queries - 1, -1, -1, device=tokens.device)  # [n, t]
-        visible = lane < seen.unsqueeze(-1)  # [n, t, lanes]
         self.tokens = tokens
         self.columns = columns
         self.queries = queries
         self.page_size = page_size
-        self.empty = tokens == 0
-        self.has_empty = bool(self.empty.any())
-        zero = torch.zeros((), dtype=dtype, device=tokens.device)
+        self._dtype = dtype
+
+    @functools.cached_property
+    def empty(self) -> torch.Tensor:
+        """`[n]` bool."""
+        return self.tokens == 0
+
+    @functools.cached_property
+    def has_empty(self) -> bool:
+        return bool(self.empty.any())
+
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        """`[n, 1, t, lanes]`, added to scores."""
+        tokens, device = self.tokens, self.tokens.device
+        lane = torch.arange(self.columns * self.page_size, device=device)
+        seen = tokens.view(-1, 1) - torch.arange(self.queries - 1, -1, -1, device=device)  # [n, t]
+        visible = lane < seen.unsqueeze(-1)  # [n, t, lanes]
+        zero = torch.zeros((), dtype=self._dtype, device=device)
         # An empty sequence sees lane 0, so that softmax stays finite; its output is overwritten.
         visible = visible | (self.empty.view(-1, 1, 1) & (lane == 0))
-        self.mask = torch.where(visible, zero, zero - torch.inf).unsqueeze(1)  # [n, 1, t, lanes]
+        return torch.where(visible, zero, zero - torch.inf).unsqueeze(1)
 
     @functools.cached_property
     def unwritten(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,9 @@
 """Compile the kernels for NVIDIA devices on any machine, and print what each takes.
 
-    python -m oasis_sglang.kernels.compile --target sm_90 [--target sm_80 ...] [--all] [--only attend] [--jobs 1]
+    python -m oasis_sglang.kernels.compile --target sm_90 [--target sm_80 ...] [--pairwise | --all] [--only attend]
 
-Ends with 1 when a kernel does not compile, or when attention at head dim 128 spills registers.
+Ends with 1 when a kernel does not compile, takes more shared memory than the device has for a block, or when attention
+at head dim 128 spills registers.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from oasis_sglang.kernels.launch import Launch
-from oasis_sglang.kernels.variants import variants
+from oasis_sglang.kernels.variants import Extent, variants
 
-TARGETS = ("sm_80", "sm_90", "sm_100")
+# Bytes of shared memory that a block may have (CUDA C++ Programming Guide, technical specifications).
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
+TARGETS = tuple(SHARED_BYTES)
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -109,11 +112,11 @@ def compile_one(job: tuple[str, str, Source]) -> Compiled:
     return Compiled(name, source.kernel, target, registers, shared, spilled, size, seconds)
 
 
-def jobs_of(target: str, everything: bool, only: str = "") -> Iterator[tuple[str, str, Source]]:
+def jobs_of(target: str, extent: Extent = "usual", only: str = "") -> Iterator[tuple[str, str, Source]]:
     """What there is to compile for a target, each kernel variant once."""
     number = int(target[3:])
     seen = set()
-    for name, launch in variants((number // 10, number % 10), everything):
+    for name, launch in variants((number // 10, number % 10), extent):
         source = source_of(launch)
         if only in name and (key := repr(source)) not in seen:
             seen.add(key)
@@ -141,31 +144,41 @@ def compile_all(jobs: list[tuple[str, str, Source]], processes: int) -> Iterator
             yield from pool.imap_unordered(compile_one, jobs)
 
 
-def spills_where_it_must_not(result: Compiled) -> bool:
-    return result.spilled > 0 and result.kernel == "attend_kernel" and " D=128 " in result.name
+def trouble_of(result: Compiled) -> str:
+    """Why a variant cannot be used as it is; nothing where it can."""
+    if result.error:
+        return result.error
+    if result.shared_bytes > (most := SHARED_BYTES[result.target]):
+        return f"takes {result.shared_bytes} bytes of shared memory, a block has {most}"
+    must_not = result.kernel == "attend_kernel" and " D=128 " in result.name
+    return "spills registers" if must_not and result.spilled else ""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m oasis_sglang.kernels.compile", description=__doc__)
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all of them")
-    parser.add_argument("--all", action="store_true", help="every supported combination, not a representative part")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--pairwise", action="store_true", help="every two values that can meet meet; minutes a target")
+    extent.add_argument("--all", action="store_true", help="every supported combination; hours")
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     args = parser.parse_args(argv)
-    jobs = [job for target in args.target or TARGETS for job in jobs_of(target, args.all, args.only)]
+    chosen: Extent = "all" if args.all else "pairwise" if args.pairwise else "usual"
+    start = time.perf_counter()
+    jobs = [job for target in args.target or TARGETS for job in jobs_of(target, chosen, args.only)]
     print(f"{'variant':48} {'kernel':22} {'target':7} {'regs':>5} {'shared':>7} {'spills':>7} {'cubin':>7} {'s':>5}")
-    bad = []
+    bad: list[str] = []
     for result in compile_all(jobs, args.jobs):
         print(
             f"{result.name:48} {result.kernel:22} {result.target:7} {result.registers:5} {result.shared_bytes:7} "
             f"{result.spilled:7} {result.cubin_bytes:7} {result.seconds:5.1f}",
             flush=True,
         )
-        if result.error or spills_where_it_must_not(result):
-            bad.append(result)
-    for result in bad:
-        print(f"{result.name} {result.kernel} {result.target}: {result.error or 'spills registers'}", file=sys.stderr)
-    print(f"{len(jobs)} variants, {len(bad)} bad")
+        if trouble := trouble_of(result):
+            bad.append(f"{result.name} {result.kernel} {result.target}: {trouble}")
+    for line in bad:
+        print(line, file=sys.stderr)
+    print(f"{len(jobs)} variants, {len(bad)} bad, {time.perf_counter() - start:.0f} s")
     return 1 if bad else 0
 
 

@@ -124,6 +124,25 @@ def sketch_kernel(
 
 
 @triton.jit
+def signed(q, q_at, in_row, d, D: tl.constexpr, DOT: tl.constexpr):
+    """Dimensions `d` of the queries' positive and negative parts, `[M, d]` each."""
+    inside = in_row[:, None] & (d < D)[None, :]
+    tile = tl.load(q + q_at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.maximum(tile, 0.0).to(DOT), tl.minimum(tile, 0.0).to(DOT)
+
+
+@triton.jit
+def add_bounds(above, below, table, base, valid, d, bound, D: tl.constexpr, DOT: tl.constexpr):
+    """`bound` `[M, pages]` and what dimensions `d` of the pages' largest and smallest keys add to it."""
+    at = base[None, :] + d[:, None]
+    inside = valid[None, :] & (d < D)[:, None]
+    high = tl.load(table + at, mask=inside, other=0.0).to(DOT)
+    low = tl.load(table + at + D, mask=inside, other=0.0).to(DOT)
+    bound = tl.dot(above, high, bound, input_precision=PRECISION)
+    return tl.dot(below, low, bound, input_precision=PRECISION)
+
+
+@triton.jit
 def minmax_kernel(
     q,
     table,
@@ -150,16 +169,16 @@ def minmax_kernel(
     FROM_PAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Logits by bounds: the sum over dimensions of max(q high, q low), which is q+ . high + q- . low."""
+    """Logits by bounds: the sum over dimensions of max(q high, q low), which is q+ . high + q- . low. `BLOCK_D`
+    dimensions at a time: where they are not all, the queries are read again with every block of pages."""
     split, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
     query, member = m // G, m % G
-    in_row, in_dim = m < T * G, d < D
+    in_row = m < T * G
     q_at = i * q_stride_n + query * q_stride_t + (head * G + member) * q_stride_h
-    tile = tl.load(q + q_at[:, None] + d[None, :], mask=in_row[:, None] & in_dim[None, :], other=0.0).to(tl.float32)
-    above, below = tl.maximum(tile, 0.0).to(DOT), tl.minimum(tile, 0.0).to(DOT)
+    if BLOCK_D >= D:
+        above, below = signed(q, q_at, in_row, tl.arange(0, BLOCK_D), D, DOT)
 
     total = tl.minimum(tl.load(counts + i).to(tl.int32), columns)
     part = tl.cdiv(tl.cdiv(total, BLOCK_P), SPLITS) * BLOCK_P
@@ -173,12 +192,14 @@ def minmax_kernel(
         column = start + tl.arange(0, BLOCK_P)
         valid = column < end
         base = page_rows(pages, column, valid, head, pages_stride, FROM_PAGES) * (2 * D)
-        at = base[None, :] + d[:, None]
-        inside = valid[None, :] & in_dim[:, None]
-        high = tl.load(table + at, mask=inside, other=0.0).to(DOT)
-        low = tl.load(table + at + D, mask=inside, other=0.0).to(DOT)
-        bound = tl.dot(above, high, input_precision=PRECISION)
-        bound = tl.dot(below, low, bound, input_precision=PRECISION) * scale
-        top, mass = keep_logits(bound, column, end, top, mass, logits, in_row, row, columns)
+        bound = tl.zeros([BLOCK_M, BLOCK_P], tl.float32)
+        if BLOCK_D >= D:
+            bound = add_bounds(above, below, table, base, valid, tl.arange(0, BLOCK_D), bound, D, DOT)
+        else:
+            for dim in range(0, D, BLOCK_D):
+                d = dim + tl.arange(0, BLOCK_D)
+                plus, minus = signed(q, q_at, in_row, d, D, DOT)
+                bound = add_bounds(plus, minus, table, base, valid, d, bound, D, DOT)
+        top, mass = keep_logits(bound * scale, column, end, top, mass, logits, in_row, row, columns)
     tl.store(tops + row * SPLITS + split, top, mask=in_row)
     tl.store(masses + row * SPLITS + split, mass, mask=in_row)

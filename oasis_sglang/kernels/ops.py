@@ -14,7 +14,13 @@ from oasis_sglang.kernels.score import score_minmax, score_sketches
 class TritonOps:
     """The ops by Triton kernels; prefill, which has whole K and V at hand, by torch's attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: torch.Tensor | None = None) -> None:
+        """
+        Args:
+            work: float32 for attention to work in, as many as the largest batch needs (`StepShape.attend_work`); None
+                for fresh ones in each call.
+        """
+        self._work = work
         self._every_dim: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def write_tokens(
@@ -37,7 +43,7 @@ class TritonOps:
         layout: TableLayout,
         scale: float,
     ) -> torch.Tensor:
-        return attend(q, k_rows, v_rows, table, layout.tokens, layout.page_size, scale)
+        return attend(q, k_rows, v_rows, table, layout.tokens, layout.page_size, scale, work=self._work)
 
     def score_pages(
         self, q: torch.Tensor, summaries: torch.Tensor, rows: torch.Tensor, pages: torch.Tensor, scale: float

@@ -28,6 +28,8 @@ MAX_SPLITS = 64
 SPLIT_PAGES = 64
 TOKENS_PER_BLOCK = 256
 SHARE_BLOCK = 512
+# Dimensions of float32 that minmax multiplies at once: more of them, in both signs, do not fit the registers.
+WIDE_DIMS = 64
 
 
 @triton.jit
@@ -213,6 +215,8 @@ def score_minmax(
         raise ValueError(f"summaries of {summaries.dtype} do not go with queries of {q.dtype}")
     s = _Scoring(q, pages, kv_heads, out, work)
     block_m, block_d = max(16, pow2(s.t * s.group)), pow2(q.shape[3])
+    if q.element_size() > 2:
+        block_d = min(block_d, WIDE_DIMS)
     launch(
         minmax_kernel,
         s.grid,

@@ -20,6 +20,7 @@ from oasis_sglang.kernels.topk import ABSENT, best_pages
 from oasis_sglang.memory_pool.working_set import WorkingSets
 
 BLOCK = 1024
+WARPS = 8  # with 4 it spills registers on sm_80
 LAST = tl.constexpr(2**63 - 1)
 
 
@@ -292,5 +293,6 @@ def select(
         SLOTS=pow2(sets.set_pages),
         LIST=pow2(cap),
         BLOCK=BLOCK,
+        num_warps=WARPS,
     )
     return out

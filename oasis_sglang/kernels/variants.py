@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from oasis_sglang.kernels.attend import attend
 from oasis_sglang.kernels.backup import backup, write_tokens
 from oasis_sglang.kernels.gather import gather
 from oasis_sglang.kernels.launch import Launch, recording
+from oasis_sglang.kernels.place import place, remember
 from oasis_sglang.kernels.score import score_minmax, score_sketches
 from oasis_sglang.kernels.select import Selected, select
 from oasis_sglang.kernels.summaries import append_minmax, append_sketches, build_minmax, build_sketches
@@ -40,6 +42,8 @@ USUAL = (
 )
 
 Shape = tuple[torch.dtype, int, int, int, int, int]
+# What is asked for most; the fewest shapes in which any two values meet; every combination.
+Extent = Literal["usual", "pairwise", "all"]
 Call = Callable[[], Any]
 
 
@@ -95,15 +99,22 @@ def summary_calls(kv: torch.dtype, dim: int, page: int, t: int, batch: int) -> I
     yield "append sketch", lambda: append_sketches(sketches, empty(kept), slots, accepted, step, page)
 
 
-def select_call(config: OasisConfig, pages: int) -> Call:
-    """A selection over `pages` columns, with maps that hold no data either."""
-    batch, width = 4, config.max_set_pages
-    sets = WorkingSets(layers=1, kv_heads=1, device_pages=1, rows=1, set_pages=1, sequence_pages=1)
+def empty_sets(config: OasisConfig, batch: int, pages: int) -> WorkingSets:
+    """Maps that hold no data either."""
+    width = config.max_set_pages
+    sets = WorkingSets(layers=1, kv_heads=1, device_pages=1, rows=1, set_pages=1, sequence_pages=1, device="meta")
     sets.set_pages, sets.sequence_pages = width, pages + 1
-    sets.pages = empty(batch, width)
+    sets.pages, sets.width = empty(batch, width), empty(batch)
     sets.cells.rows = empty(1, batch * width, HEADS)
     sets.page_of = sets.last_used = empty(1, batch, HEADS, width, dtype=torch.int32)
     sets.slot_of = empty(1, batch, HEADS, pages + 1, dtype=torch.int32)
+    return sets
+
+
+def select_call(config: OasisConfig, pages: int) -> Call:
+    """A selection over `pages` columns."""
+    batch = 4
+    sets = empty_sets(config, batch, pages)
     table = empty(batch, HEADS, config.budget_pages + 2)
     out = Selected.allocate(batch, HEADS, config.budget_pages, config.fetch_cap_pages, "meta")
     scores, step = empty(batch, HEADS, pages, dtype=FP32), empty(1, dtype=torch.int32)
@@ -112,17 +123,51 @@ def select_call(config: OasisConfig, pages: int) -> Call:
     )
 
 
-def select_configs(everything: bool) -> Iterator[OasisConfig]:
+def place_calls(config: OasisConfig, t: int) -> Iterator[tuple[str, Call]]:
+    """Pages placed for a selection that follows, and for one that is remembered, for good too."""
+    batch, budget = 4, config.budget_pages
+    sets = empty_sets(config, batch, 64)
+    step = faults = empty(1, dtype=torch.int32)
+    rows, pages = empty(batch), empty(batch, t)
+    new, table = empty(batch * t, HEADS), empty(batch, HEADS, budget + 1 + (t > 1))
+    chosen = empty(batch, HEADS, budget, dtype=torch.int32)
+    given = (0, rows, rows, pages, pages, sets, step, new, table, faults, budget)
+    yield "place", lambda: place(*given)
+    for keep in (False, True):
+        yield f"recall keep={keep}", partial(place, *given, chosen=chosen, chosen_tail=rows, keep=keep)
+    yield "remember", lambda: remember(empty(batch, HEADS, budget), rows, chosen)
+
+
+def pairwise(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Few rows, one value of each axis in each, such that any two values of two axes meet in one of them."""
+    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    pairs = {row: {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)} for row in rows}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        chosen.append(tuple(axis[i] for axis, i in zip(axes, best, strict=True)))
+    return chosen
+
+
+def select_configs(extent: Extent) -> Iterator[OasisConfig]:
     yield OasisConfig()
     yield OasisConfig(page_size=64, token_budget=2048, sink_tokens=64, recent_tokens=128, fetch_ratio=0.05)
-    if everything:
+    if extent == "pairwise":
+        for page, budget, ratio in ((32, 1024, 0.1), (16, 4096, 0.1)):
+            yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
+    elif extent == "all":
         for page, budget, ratio in itertools.product(PAGES, (512, 1024, 4096), (0.1, 1.0)):
             yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
 
 
-def calls(everything: bool) -> Iterator[tuple[str, Call]]:
-    grid = itertools.product(DTYPES, DIMS, PAGES, GROUPS, QUERIES, BATCHES)
-    shapes: list[Shape] = list(grid) if everything else list(USUAL)
+def calls(extent: Extent) -> Iterator[tuple[str, Call]]:
+    axes = (DTYPES, DIMS, PAGES, GROUPS, QUERIES, BATCHES)
+    shapes: list[Any] = list(USUAL)
+    if extent != "usual":
+        shapes = list(itertools.product(*axes)) if extent == "all" else pairwise(*axes)
+    everything = extent != "usual"
     for kv, dim, page, group, t, batch in shapes:
         name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
         yield f"attend {name}", attend_call(kv, dim, page, group, t, batch)
@@ -134,9 +179,11 @@ def calls(everything: bool) -> Iterator[tuple[str, Call]]:
         if kv != FP8:  # which has no largest and smallest: torch does not compare them
             name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
             yield f"score minmax {name}", minmax_call(kv, dim, page, group, t, batch)
-    for config in select_configs(everything):
+    for config in select_configs(extent):
         name = f"K={config.budget_pages} C={config.fetch_cap_pages} W={config.max_set_pages}"
         yield f"select {name}", select_call(config, 32768 // config.page_size)
+        for t in (1, 4):
+            yield from ((f"{kind} {name} t={t}", call) for kind, call in place_calls(config, t))
     for kv, dim, page, _, t, batch in shapes if everything else shapes[:1] + shapes[5:6] + shapes[7:8]:
         name = f"{str(kv)[6:]} D={dim} P={page} t={t} n={batch}"
         yield from ((f"{kind} {name}", call) for kind, call in copy_calls(kv, dim, page, t, batch))
@@ -144,13 +191,9 @@ def calls(everything: bool) -> Iterator[tuple[str, Call]]:
             yield from ((f"{kind} {name}", call) for kind, call in summary_calls(kv, dim, page, t, batch))
 
 
-def variants(capability: tuple[int, int], everything: bool = False) -> Iterator[tuple[str, Launch]]:
-    """Launches for a device of this compute capability, each with the name of the call that makes it.
-
-    Args:
-        everything: every combination that is supported; else a representative part of them.
-    """
-    for name, call in calls(everything):
+def variants(capability: tuple[int, int], extent: Extent = "usual") -> Iterator[tuple[str, Launch]]:
+    """Launches for a device of this compute capability, each with the name of the call that makes it."""
+    for name, call in calls(extent):
         with recording(capability) as launches:
             call()
         for launch in launches:

@@ -16,15 +16,23 @@ import torch
 
 
 class Cells:
-    def __init__(self, *, layers: int, kv_heads: int, device_pages: int, spare_pages: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        device_pages: int,
+        spare_pages: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """
         Args:
             device_pages: pages that working sets can own, the reserved page not counted.
             spare_pages: pages of the pool after those, whose rows can be lent.
+            device: of `rows`. Rows are lent on CPU hosts only.
         """
-        first = torch.arange((1 + device_pages) * kv_heads).view(1, -1, kv_heads)
+        first = torch.arange((1 + device_pages) * kv_heads, device=device).view(1, -1, kv_heads)
         self.rows = first.expand(layers, -1, -1).contiguous()  # [layers, 1 + device_pages, kv_heads] int64
-        self._rows = self.rows.numpy()
         spare = np.arange(1 + device_pages, 1 + device_pages + spare_pages)
         stack = spare * kv_heads + np.arange(kv_heads).reshape(-1, 1)
         # Stacks of rows that are not lent: `[layers, kv_heads, spare_pages]`, the first `left` each.
@@ -56,8 +64,9 @@ class Cells:
     def adopt(self, layer: int, pages: np.ndarray, heads: np.ndarray, rows: np.ndarray) -> None:
         """Put the lent `rows` in the place of the cells (`pages`, `heads`), distinct `[n]`, whose own rows become
         spare."""
-        old = self._rows[layer, pages, heads]
-        self._rows[layer, pages, heads] = rows
+        cells = self.rows.numpy()
+        old = cells[layer, pages, heads]
+        cells[layer, pages, heads] = rows
         self.give_back(layer, heads, old)
         self.moved = self.moved or bool(rows.size)
 
@@ -71,10 +80,11 @@ class Cells:
         Args:
             lent: rows in the hands of copies, by (layer, head).
         """
-        layers, _, heads = self._rows.shape
+        cells = self.rows.cpu().numpy()
+        layers, _, heads = cells.shape
         for layer in range(layers):
             for head in range(heads):
                 spare = self.spare[layer, head, : self.left[layer, head]].tolist()
-                rows = sorted(self._rows[layer, :, head].tolist() + spare + (lent or {}).get((layer, head), []))
+                rows = sorted(cells[layer, :, head].tolist() + spare + (lent or {}).get((layer, head), []))
                 assert rows == list(range(head, self.pool_rows, heads)), f"rows of layer {layer}, head {head} lost"
-            assert self._rows[layer, 0].tolist() == list(range(heads)), "the reserved page has moved"
+            assert cells[layer, 0].tolist() == list(range(heads)), "the reserved page has moved"

@@ -17,14 +17,18 @@ class HostPool:
     K and V of one (page, layer, head) are one contiguous piece, so that bringing it to the device is a single copy.
     A slot is the index SGLang's allocator hands out; its page is `slot // page_size`.
 
-    The memory is a `SharedMemory`, so that worker processes can map it.
+    The memory is a `SharedMemory`, so that worker processes can map it. Where the device is a GPU it is pinned, and
+    kernels read and write it where it is.
     """
 
-    def __init__(self, pages: int, geometry: PoolGeometry, dtype: torch.dtype) -> None:
+    def __init__(
+        self, pages: int, geometry: PoolGeometry, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
         """
         Args:
             pages: pages that slots can name, without the reserved page.
             dtype: dtype of K and V; 8-bit floats are stored as their bytes.
+            device: whose kernels use the pool; the marks of what is written are there.
         """
         if dtype.itemsize != geometry.itemsize:
             raise ValueError(f"dtype {dtype} has {dtype.itemsize} bytes, the geometry says {geometry.itemsize}")
@@ -38,8 +42,10 @@ class HostPool:
         self.nbytes = (pages + RESERVED_PAGES) * g.page_size * g.token_bytes
         self._memory = SharedMemory.create("oasis-host-pool", self.nbytes)
         self.kv = self._memory.tensor(self.store_dtype).view(shape)
+        if torch.device(device).type == "cuda":
+            self._memory.pin()
         # Tokens written per page, so that nothing reads a page beyond what its owner wrote.
-        self.fill = torch.zeros(pages + RESERVED_PAGES, dtype=torch.int32)
+        self.fill = torch.zeros(pages + RESERVED_PAGES, dtype=torch.int32, device=device)
 
     @property
     def fd(self) -> int:
@@ -93,10 +99,18 @@ class HostPool:
             self.kv[ids, :, :, side, offsets] = x.view(self.store_dtype).transpose(0, 1)
         self.mark_written(slots)
 
-    def mark_written(self, slots: torch.Tensor) -> None:
-        """Record that tokens up to and including each slot of its page hold data in every layer."""
+    def mark_written(self, slots: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Record that tokens up to and including each slot of its page hold data in every layer.
+
+        Args:
+            slots: `[n]` int64, where the marks are.
+            kept: `[n]` bool which of them count; None: all.
+        """
         page = self.geometry.page_size
-        self.fill.scatter_reduce_(0, slots // page, (slots % page + 1).to(torch.int32), "amax")
+        ids, tokens = slots // page, (slots % page + 1).to(torch.int32)
+        if kept is not None:
+            ids, tokens = ids * kept, tokens * kept
+        self.fill.scatter_reduce_(0, ids, tokens, "amax")
 
     def read_keys(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Keys of whole pages, `[n, kv_heads, page_size, head_dim]`."""

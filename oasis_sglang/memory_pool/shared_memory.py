@@ -19,6 +19,7 @@ class SharedMemory:
     def __init__(self, fd: int, memory: mmap.mmap) -> None:
         self._fd = fd
         self._map = memory
+        self._pinned = False
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:
@@ -50,7 +51,21 @@ class SharedMemory:
         """All of it as one flat tensor."""
         return torch.frombuffer(self._map, dtype=dtype)
 
+    def pin(self) -> None:
+        """Lock the memory and give CUDA devices access to it, at the addresses that the host has.
+
+        Raises:
+            RuntimeError: it cannot be locked (limits of the process or of its container).
+        """
+        flags = 3  # portable, mapped
+        torch.cuda.check_error(
+            torch.cuda.cudart().cudaHostRegister(self.tensor(torch.uint8).data_ptr(), self.nbytes, flags)
+        )
+        self._pinned = True
+
     def close(self) -> None:
         """Give the memory back, once the last tensor over it is gone too."""
+        if self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.tensor(torch.uint8).data_ptr()))
         del self._map  # not closed: torch takes no hold of the mapping, and a tensor left over would crash the process
         os.close(self._fd)

@@ -30,16 +30,12 @@ from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
-from oasis_sglang.memory_pool.working_set import NONE, Attempt, WorkingSets
+from oasis_sglang.memory_pool.working_set import FIRST_STEP, NONE, Attempt, WorkingSets
 from oasis_sglang.speculative.lookahead import select_pages
 from oasis_sglang.speculative.sampler import KeysOfSequence, LookaheadStats, samples
 
 if TYPE_CHECKING:
     from oasis_sglang.memory_pool.prefetch.client import PrefetchClient
-
-# Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by
-# their rank, stay above the mark of an empty slot.
-FIRST_STEP = 1 << 24
 
 
 class TierStats:

@@ -24,6 +24,9 @@ from oasis_sglang.memory_pool.cells import Cells
 NONE = -1
 # Larger than any step, so that a slot marked with it is never the least recently used.
 PINNED = torch.iinfo(torch.int32).max
+# Steps order the pages of a working set by use. They start high so that those of a prompt, which are dated back by
+# their rank, stay above the mark of an empty slot.
+FIRST_STEP = 1 << 24
 
 
 class Attempt(NamedTuple):
@@ -57,6 +60,7 @@ class WorkingSets:
         set_pages: int,
         sequence_pages: int,
         spare_pages: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         """
         Args:
@@ -65,20 +69,24 @@ class WorkingSets:
             rows: most requests on the device at once.
             set_pages: W, most pages one request can own.
             sequence_pages: pages of the longest sequence.
+            device: of the maps; who owns what is known on the host too.
         """
         self.device_pages = device_pages
         self.set_pages = set_pages
         self.sequence_pages = sequence_pages
-        self.cells = Cells(layers=layers, kv_heads=kv_heads, device_pages=device_pages, spare_pages=spare_pages)
-        self.pages = torch.zeros(rows, set_pages, dtype=torch.int64)
-        self.width = torch.zeros(rows, dtype=torch.int64)
-        self.page_of = torch.full((layers, rows, kv_heads, set_pages), NONE, dtype=torch.int32)
-        self.slot_of = torch.full((layers, rows, kv_heads, sequence_pages), NONE, dtype=torch.int32)
-        self.last_used = torch.full((layers, rows, kv_heads, set_pages), PINNED, dtype=torch.int32)
+        self.cells = Cells(
+            layers=layers, kv_heads=kv_heads, device_pages=device_pages, spare_pages=spare_pages, device=device
+        )
+        self.pages = torch.zeros(rows, set_pages, dtype=torch.int64, device=device)
+        self.width = torch.zeros(rows, dtype=torch.int64, device=device)
+        slots, logical = (layers, rows, kv_heads, set_pages), (layers, rows, kv_heads, sequence_pages)
+        self.page_of = torch.full(slots, NONE, dtype=torch.int32, device=device)
+        self.slot_of = torch.full(logical, NONE, dtype=torch.int32, device=device)
+        self.last_used = torch.full(slots, PINNED, dtype=torch.int32, device=device)
         self._free_pages = list(range(device_pages, 0, -1))
         self._free_rows = list(range(rows - 1, -1, -1))
         self.generations = np.zeros(rows, dtype=np.int64)  # of each row's newest attempt
-        self._owned: dict[int, int] = {}  # row -> width
+        self._owned: dict[int, list[int]] = {}  # row -> its pages
         self.stale_releases = 0
 
     # -- ownership ------------------------------------------------------------------------------------------------
@@ -106,10 +114,10 @@ class WorkingSets:
         if pages > len(self._free_pages) or not self._free_rows:
             return None
         row = self._free_rows.pop()
-        self.pages[row, :pages] = torch.tensor([self._free_pages.pop() for _ in range(pages)])
+        self._owned[row] = [self._free_pages.pop() for _ in range(pages)]
+        self.pages[row, :pages] = torch.tensor(self._owned[row])
         self.pages[row, pages:] = 0
         self.width[row] = pages
-        self._owned[row] = pages
         self.last_used[:, row, :, :pages] = NONE
         self.generations[row] += 1
         return Attempt(row, int(self.generations[row]))
@@ -122,8 +130,8 @@ class WorkingSets:
         if not self.holds(attempt):
             self.stale_releases += 1
             return
-        row, width = attempt.row, self._owned.pop(attempt.row)
-        self._free_pages.extend(self.pages[row, :width].tolist())
+        row = attempt.row
+        self._free_pages.extend(self._owned.pop(row))
         self._free_rows.append(row)
         self.forget(row)
         self.last_used[:, row] = PINNED
@@ -134,7 +142,11 @@ class WorkingSets:
         """Empty every slot of a row; its pages stay owned."""
         self.page_of[:, row] = NONE
         self.slot_of[:, row] = NONE
-        self.last_used[:, row, :, : self._owned.get(row, 0)] = NONE
+        self.last_used[:, row, :, : self.owned(row)] = NONE
+
+    def owned(self, row: int) -> int:
+        """Device pages that a row owns, known without asking the device."""
+        return len(self._owned.get(row, ()))
 
     # -- contents -------------------------------------------------------------------------------------------------
 
@@ -146,14 +158,15 @@ class WorkingSets:
             last_used: `[n]` or `[kv_heads, n]` steps.
         """
         n = pages.shape[1]
-        if n > self._owned[row]:
-            raise RuntimeError(f"{n} pages placed in a working set of {self._owned[row]}")
+        width = self.owned(row)
+        if n > width:
+            raise RuntimeError(f"{n} pages placed in a working set of {width}")
         self.page_of[layer, row] = NONE
         self.slot_of[layer, row] = NONE
         self.page_of[layer, row, :, :n] = pages.to(torch.int32)
-        slots = torch.arange(n, dtype=torch.int32).expand_as(pages)
+        slots = torch.arange(n, dtype=torch.int32, device=pages.device).expand_as(pages)
         self.slot_of[layer, row].scatter_(1, pages, slots)
-        self.last_used[layer, row, :, : self._owned[row]] = NONE
+        self.last_used[layer, row, :, :width] = NONE
         self.last_used[layer, row, :, :n] = last_used.to(torch.int32)
 
     def start_page(self, rows: torch.Tensor, pages: torch.Tensor, step: int) -> None:
@@ -253,19 +266,21 @@ class WorkingSets:
         wanted = torch.cat((pages, tail.view(n, 1, 1).expand(n, heads, 1)), dim=-1)
         slots = self.slot_of[layer, rows].gather(-1, wanted).long()
         owned = self.pages[rows].unsqueeze(1).expand(n, heads, -1).gather(-1, slots)
-        table[at, :, : count + 1] = self.cells.rows[layer, owned, torch.arange(heads).view(1, -1, 1)]
+        head = torch.arange(heads, device=pages.device).view(1, -1, 1)
+        table[at, :, : count + 1] = self.cells.rows[layer, owned, head]
 
     # -- invariants -----------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless ownership and both maps agree. For tests and idle checks."""
-        owned = [p for row, width in self._owned.items() for p in self.pages[row, :width].tolist()]
+        owned = [page for pages in self._owned.values() for page in pages]
         everything = sorted(owned + self._free_pages)
         assert everything == list(range(1, self.device_pages + 1)), "device pages lost, duplicated or foreign"
         assert len(self._free_rows) + len(self._owned) == self.pages.shape[0], "rows lost"
         for row in range(self.pages.shape[0]):
-            width = self._owned.get(row, 0)
+            width = self.owned(row)
             assert int(self.width[row]) == width
+            assert self.pages[row, :width].tolist() == self._owned.get(row, []), f"row {row} names pages of others"
             assert (self.pages[row, width:] == 0).all(), f"row {row} names pages beyond its width"
             assert (self.page_of[:, row, :, width:] == NONE).all(), f"row {row} holds pages in slots it does not own"
         layer, row, head, slot = (self.page_of != NONE).nonzero(as_tuple=True)

@@ -54,6 +54,30 @@ def sketched(q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     return ((codes * rounded).sum(-1) * unit * step.squeeze(-1)).amax(1)
 
 
+def page_weights(
+    queries: torch.Tensor, k: torch.Tensor, candidates: int, config: OasisConfig, scale: float
+) -> torch.Tensor:
+    """How much each candidate page may matter, `[H, candidates]`; infinite for sink and recent pages.
+
+    Args:
+        queries: `[t, Hq, D]`; a page counts for the query that wants it most. k: `[tokens, H, D]`.
+    """
+    page, heads = config.page_size, k.shape[1]
+    group = queries.shape[1] // heads
+    bounds = sketched if config.summary == "sketch" else quest
+    weights = torch.zeros(heads, candidates, dtype=torch.float64)
+    for head in range(heads):
+        block = k[: candidates * page, head].view(candidates, page, -1)
+        for q in queries:
+            own = torch.zeros(candidates, dtype=torch.float64)
+            for j in range(head * group, (head + 1) * group):
+                own += torch.softmax(bounds(q[j], block) * scale, 0) / group
+            weights[head] = torch.maximum(weights[head], own)
+    forced = [p for p in range(candidates) if p < config.sink_pages or p >= candidates - config.recent_pages]
+    weights[:, forced] = torch.inf
+    return weights
+
+
 def top_pages(
     queries: torch.Tensor, k: torch.Tensor, tokens: int, config: OasisConfig, scale: float
 ) -> list[list[int]]:
@@ -63,26 +87,11 @@ def top_pages(
         queries: `[t, Hq, D]`, or `[Hq, D]` for one; a page counts for the query that wants it most.
     """
     queries = queries.view(-1, *queries.shape[-2:])
-    page = config.page_size
-    candidates = (tokens - 1) // page
-    heads = k.shape[1]
-    group = queries.shape[1] // heads
+    candidates = (tokens - 1) // config.page_size
     if candidates <= config.budget_pages or tokens < config.min_sparse_len:
-        return [list(range(candidates))] * heads
-    chosen = []
-    for head in range(heads):
-        block = k[: candidates * page, head].view(candidates, page, -1)
-        bounds = sketched if config.summary == "sketch" else quest
-        weight = torch.zeros(candidates, dtype=torch.float64)
-        for q in queries:
-            own = torch.zeros(candidates, dtype=torch.float64)
-            for j in range(head * group, (head + 1) * group):
-                own += torch.softmax(bounds(q[j], block) * scale, 0) / group
-            weight = torch.maximum(weight, own)
-        forced = [p for p in range(candidates) if p < config.sink_pages or p >= candidates - config.recent_pages]
-        weight[forced] = torch.inf
-        chosen.append(sorted(weight.topk(config.budget_pages).indices.tolist()))
-    return chosen
+        return [list(range(candidates))] * k.shape[1]
+    weights = page_weights(queries, k, candidates, config, scale)
+    return [sorted(weight.topk(config.budget_pages).indices.tolist()) for weight in weights]
 
 
 def decode(

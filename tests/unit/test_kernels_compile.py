@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from oasis_sglang.kernels import launch as module
+from oasis_sglang.kernels.compile import Compiled, trouble_of
 from oasis_sglang.kernels.launch import INTERPRETED, dot_dtype, launch, multiprocessors, recording, split_count
-from oasis_sglang.kernels.variants import variants
+from oasis_sglang.kernels.variants import pairwise, variants
 
 CPU = torch.device("cpu")
 
@@ -40,10 +42,27 @@ def test_a_representative_set_compiles() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_every_kernel_compiles(target: str) -> None:
-    done = compile_variants("--target", target)
+@pytest.mark.parametrize(("target", "extent"), [("sm_80", []), ("sm_90", ["--pairwise"]), ("sm_100", [])])
+def test_every_kernel_compiles(target: str, extent: list[str]) -> None:
+    """For the device that most have, in every two values of dtype, shape and batch that can meet."""
+    done = compile_variants("--target", target, *extent)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_pairs_of_values_meet() -> None:
+    axes = ((1, 2, 3), "ab", (True, False))
+    rows = pairwise(*axes)
+    assert len(rows) < 12
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(axes[i], axes[j]))
+
+
+def test_too_much_shared_memory_is_trouble() -> None:
+    fits = Compiled("attend D=64 ", "attend_kernel", "sm_80", 100, 163 << 10, 8, 1, 1.0)
+    assert trouble_of(fits) == ""
+    assert "a block has 166912" in trouble_of(fits._replace(shared_bytes=(163 << 10) + 1))
+    assert trouble_of(fits._replace(name="attend D=128 ")) == "spills registers"
+    assert trouble_of(fits._replace(error="no")) == "no"
 
 
 def test_launches_need_no_device_data() -> None:
@@ -59,7 +78,7 @@ def test_launches_need_no_device_data() -> None:
         want = torch.uint8 if capability == (8, 0) else torch.float8_e4m3fn
         assert {x.args[1].dtype for x in eight_bit} == {want}
     assert kernels[8, 0] == kernels[9, 0]
-    assert len(kernels[9, 0]) == 13
+    assert len(kernels[9, 0]) == 15
 
 
 def test_kernels_are_not_started_without_programs() -> None:

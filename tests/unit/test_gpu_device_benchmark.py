@@ -1,0 +1,177 @@
+"""`benchmarks.gpu_device`: all of it on the CPU, its stages, and that no kernel is left unchecked."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu_table
+from benchmarks.gpu_stage import Item, Stage, StageRun
+from oasis_sglang import kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("gpu") / "out.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_device", "--tiny", "--output", str(output)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "GPU kernels: CPU, tiny shapes" in done.stdout
+    assert "mean nothing" in done.stdout
+    content = json.loads(output.read_text())
+    assert content["benchmark"] == "gpu_device"
+    return content["results"]
+
+
+def launching_functions() -> set[str]:
+    """Public functions of the kernels' modules that launch a kernel themselves."""
+    found = set()
+    for info in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            own = function.__module__ == module.__name__ and not name.startswith("_")
+            if own and name != "launch" and "launch" in function.__code__.co_names:
+                found.add(name)
+    return found
+
+
+def test_every_kernel_function_is_checked_and_right(results: dict[str, Any]) -> None:
+    checks = results["checks"]
+    assert checks["failed"] == checks["skipped"] == {}
+    assert [name for name, x in checks["results"].items() if not x["passed"]] == []
+    launching = launching_functions()
+    assert {"attend", "select", "gather", "place"} <= launching
+    assert {name for x in checks["results"].values() for name in x["functions"]} == launching
+
+
+def test_every_figure_is_there(results: dict[str, Any]) -> None:
+    assert results["tiny"]
+    assert not results["times_mean_something"]
+    bandwidth, decode = results["bandwidth"], results["decode"]
+    for stage in (bandwidth, decode):
+        assert stage["failed"] == stage["skipped"] == {}
+    assert set(bandwidth["results"]["copies"]) == {
+        "device_bytes_per_second", "from_host_bytes_per_second", "to_host_bytes_per_second",
+    }  # fmt: skip
+    kernel = [x for x in bandwidth["results"].values() if "of_copy" in x]
+    assert len(kernel) > 8
+    assert all(x["bytes"] > 0 and x["seconds"] > 0 for x in kernel)
+    assert sum("slower" in x for x in bandwidth["results"].values()) == 2
+    kinds = [(x["context"], x["sequences"], x["kind"]) for x in decode["results"].values() if x["kind"] != "setting"]
+    assert kinds == [(c, n, kind) for c, n in ((192, 2), (128, 1)) for kind in ("dense", "skip", "wait")]
+    sparse = [x for x in decode["results"].values() if x["kind"] in ("skip", "wait")]
+    assert all(x["missed_pages_per_head"] >= x["fetched_pages_per_head"] >= 0 for x in sparse)
+    assert any(x["fetched_pages_per_head"] > 0 for x in sparse)
+
+
+def test_ratios_are_of_what_they_name(results: dict[str, Any]) -> None:
+    rows = {row["what"]: row for row in results["ratios"]}
+    assert rows["kernel checks passed / all"]["ratio"] == 1
+    decode = results["decode"]["results"]
+    skip, dense = decode["192 × 2 skip"], decode["192 × 2 dense"]
+    row = rows["decode 192 × 2: skip, cap 5 % / dense"]
+    assert row["ratio"] == pytest.approx(skip["tokens_per_second"] / dense["tokens_per_second"])
+    assert row["unit"] == "tokens/s"
+    gather = next(x for name, x in results["bandwidth"]["results"].items() if name.startswith("gather"))
+    row = next(row for what, row in rows.items() if what.startswith("gather"))
+    assert row["ratio"] == pytest.approx(gather["of_copy"])
+
+
+def test_no_check_is_no_pass() -> None:
+    assert not gpu_table.passed({})
+    stage = {"results": {"a": {"passed": True}}, "failed": {}, "skipped": {}}
+    assert gpu_table.passed({"checks": stage})
+    assert not gpu_table.passed({"checks": stage | {"skipped": {"b": "no time"}}})
+    assert not gpu_table.passed({"checks": stage | {"results": {"a": {"passed": False}}}})
+    assert not gpu_table.passed({"checks": stage, "decode": {"failed": {"c": "trouble"}}})
+
+
+def items(tiny: bool) -> list[Item]:
+    """A stage of this module: what goes wrong in one."""
+
+    def wrong() -> dict[str, Any]:
+        raise ValueError("nothing to see")
+
+    def gone() -> dict[str, Any]:
+        os._exit(3)
+
+    def hangs() -> dict[str, Any]:
+        time.sleep(1000)
+        return {}
+
+    return [
+        Item("first", 0.0, lambda: {"tiny": tiny, "process": os.getpid()}),
+        Item("wrong", 0.0, wrong),
+        Item("long", 1e6, dict),
+        Item("gone", 0.0, gone),
+        Item("no room", 0.0, lambda: {"skipped": "there is no room"}),
+        Item("last", 0.0, lambda: {"process": os.getpid()}),
+        *([Item("hangs", 0.0, hangs), Item("after", 0.0, dict)] if tiny else []),
+    ]
+
+
+def test_trouble_in_one_item_costs_that_item_only() -> None:
+    told: list[tuple[str, int, int]] = []
+    run = StageRun(Stage("any", __name__, 0), False, 600, lambda *x: told.append(x))
+    outcome = run.run()
+    first, last = outcome["results"]["first"], outcome["results"]["last"]
+    assert set(outcome["results"]) == {"first", "last"}
+    assert first["process"] not in (last["process"], os.getpid())
+    assert "ValueError: nothing to see" in outcome["failed"]["wrong"]
+    assert outcome["failed"]["gone"] == "its process ended"
+    assert "takes about 1000000 s" in outcome["skipped"]["long"]
+    assert outcome["skipped"]["no room"] == "there is no room"
+    assert told[0] == ("first", 0, 6)
+    assert told[-1] == ("last", 5, 6)
+
+
+def test_an_item_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before it is kept, what comes after it is left out."""
+    run = StageRun(Stage("any", __name__, 0), True, 600, lambda *_: None)
+
+    def receive(worker: Any, seconds: float) -> Any:
+        return original(worker, 2.0 if "last" in run.outcome["results"] else seconds)
+
+    original = importlib.import_module("benchmarks.gpu_stage").Worker.receive
+    monkeypatch.setattr("benchmarks.gpu_stage.Worker.receive", receive)
+    monkeypatch.setattr(StageRun, "_left", property(lambda self: 0.0 if "hangs" in self._settled else 600.0))
+    outcome = run.run()
+    assert "was stopped" in outcome["failed"]["hangs"]
+    assert "left" in outcome["skipped"]["after"]
+    assert {"first", "last"} <= set(outcome["results"])
+
+
+def test_a_stage_that_cannot_start_says_so() -> None:
+    outcome = StageRun(Stage("any", "no_such_module", 0), True, 600, lambda *_: None).run()
+    assert "ended at its start" in outcome["failed"]["start"]
+
+
+def test_without_msgspec() -> None:
+    """A lent machine may have torch and triton and little else."""
+    code = (
+        "import sys, importlib.util as u; real = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'msgspec' else real(name, *a)\n"
+        "from benchmarks import gpu_bare; gpu_bare.stand_in()\n"
+        "from oasis_sglang.config import OasisConfig\n"
+        "from oasis_sglang.memory_pool.sizing import PoolGeometry\n"
+        "import oasis_sglang.kernels.device_step, msgspec; assert msgspec.Struct is gpu_bare.Struct\n"
+        "config = OasisConfig(token_budget=512, fetch_ratio=0.05).validate(); assert config.budget_pages == 32\n"
+        "g = PoolGeometry(layers=2, kv_heads=2, head_dim=16, itemsize=2, page_size=16); assert g.token_bytes == 256\n"
+        "try: config.page_size = 3\n"
+        "except AttributeError: print('frozen')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=600)
+    assert done.stdout == "frozen\n", done.stderr
