@@ -13,7 +13,7 @@ from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
 from oasis_sglang.native.build import load_library
-from oasis_sglang.speculative.lookahead import select_pages, select_resident
+from oasis_sglang.speculative.lookahead import favoured, select_pages, select_resident
 
 
 class Selection(NamedTuple):
@@ -89,7 +89,7 @@ class TorchSelector:
         attended = wanted
         if misses.left_out:
             resident = sets.slot_of[layer, rows][..., :columns] != NONE
-            attended = select_resident(scores, resident, wanted.shape[-1])
+            attended = select_resident(favoured(scores, tail, config), resident, wanted.shape[-1])
             sets.touch(layer, rows, sets.slot_of[layer, rows].gather(-1, attended).long(), step)
         sets.fill_table(layer, rows, attended, tail, table, at)
         columns_of_misses = (

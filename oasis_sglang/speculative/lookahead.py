@@ -7,17 +7,12 @@ import torch
 from oasis_sglang.config import OasisConfig
 
 
-def select_pages(scores: torch.Tensor, candidates: torch.Tensor, config: OasisConfig) -> torch.Tensor:
-    """The budget's pages of each sequence and KV head, best first.
-
-    Sink pages (the first) and recent pages (the last candidates) come before all others and count in the budget.
+def favoured(scores: torch.Tensor, candidates: torch.Tensor, config: OasisConfig) -> torch.Tensor:
+    """Scores in which sink pages (the first) and recent pages (the last candidates) come before all others.
 
     Args:
         scores: `[n, kv_heads, columns]`; columns past `candidates` hold -inf.
-        candidates: `[n]` complete pages before the local tail, each more than the budget's pages.
-
-    Returns:
-        `[n, kv_heads, budget_pages]` int64 logical pages.
+        candidates: `[n]` complete pages before the local tail.
     """
     column = torch.arange(scores.shape[-1], device=scores.device)
     if config.sink_pages:
@@ -26,14 +21,27 @@ def select_pages(scores: torch.Tensor, candidates: torch.Tensor, config: OasisCo
         bound = candidates.view(-1, 1, 1)
         recent = (column >= bound - config.recent_pages) & (column < bound)
         scores = scores.masked_fill(recent, torch.inf)
-    return scores.topk(config.budget_pages, dim=-1).indices
+    return scores
+
+
+def select_pages(scores: torch.Tensor, candidates: torch.Tensor, config: OasisConfig) -> torch.Tensor:
+    """The budget's pages of each sequence and KV head, best first; sink and recent pages count in it.
+
+    Args:
+        scores: `[n, kv_heads, columns]`; columns past `candidates` hold -inf.
+        candidates: `[n]` complete pages before the local tail, each more than the budget's pages.
+
+    Returns:
+        `[n, kv_heads, budget_pages]` int64 logical pages.
+    """
+    return favoured(scores, candidates, config).topk(config.budget_pages, dim=-1).indices
 
 
 def select_resident(scores: torch.Tensor, resident: torch.Tensor, count: int) -> torch.Tensor:
     """The best `count` pages among those on the device.
 
     Args:
-        scores: `[n, kv_heads, columns]`, -inf past the candidates.
+        scores: `[n, kv_heads, columns]` as `favoured` gives them, -inf past the candidates.
         resident: `[n, kv_heads, columns]` bool.
     """
     # Below every score of a candidate, above the -inf of what is none: a page that is not resident is never taken as

@@ -144,6 +144,23 @@ def test_sketches_choose_the_same_pages_everywhere(data: st.DataObject) -> None:
         assert chosen[0][i].tolist() == [sorted(pages) for pages in expected]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sink_and_recent_pages_are_attended_to_under_a_cap_too(kind: str) -> None:
+    """They are resident from the prompt on, so they are among the best that are, whatever queries say."""
+    config = OasisConfig(
+        page_size=16, token_budget=64, sink_tokens=16, recent_tokens=16, miss_policy="skip", fetch_ratio=0.25
+    )
+    harness, sequences = prefilled(config, [300], torch.float32)
+    left_out = 0
+    for _ in range(8):
+        picked = refresh(kind, harness, sequences, 5 * harness.noise(1, harness.query_heads, 8))
+        left_out += picked.missed - picked.misses.shape[1]
+        for lane in picked.attended[0].tolist():
+            assert {0, 299 // 16 - 1} <= set(lane)
+    assert left_out > 0
+    harness.tier.check_integrity()
+
+
 @pytest.mark.parametrize("summary", ["sketch", "minmax"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
