@@ -130,8 +130,8 @@ def place_calls(config: OasisConfig, t: int) -> Iterator[tuple[str, Call]]:
     chosen = empty(batch, HEADS, budget, dtype=torch.int32)
     given = (0, rows, rows, pages, pages, sets, step, new, table, faults, budget)
     yield "place", lambda: place(*given)
-    for keep in (False, True):
-        yield f"recall keep={keep}", lambda keep=keep: place(*given, chosen=chosen, chosen_tail=rows, keep=keep)
+    yield "recall", lambda: place(*given, chosen=chosen, chosen_tail=rows)
+    yield "recall for good", lambda: place(*given, chosen=chosen, chosen_tail=rows, keep=True)
     yield "remember", lambda: remember(empty(batch, HEADS, budget), rows, chosen)
 
 
