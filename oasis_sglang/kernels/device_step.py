@@ -167,7 +167,6 @@ class DeviceDecode:
             to.rows[n:].fill_(-1)
             to.seq_lens[n:].zero_()
             to.slots[n * new :].zero_()
-            to.accepted[n:].zero_()
         columns = self.shape.table_columns
         self._layout = TableLayout(to.tokens, columns, self.geometry.page_size, new, self.host.dtype)
 
@@ -221,14 +220,16 @@ class DeviceDecode:
         """Commit the step's tokens to the host pool and the summaries, and count them as written.
 
         Args:
-            accepted: `[n]` how many of each sequence's new tokens are kept, at least 1, on the host or on the device;
+            accepted: `[n]`, or of the first sequences only, how many of each sequence's new tokens are kept, at least 1, on the host or on the device;
                 None: all, and only then may this be part of a graph.
         """
         state, now, n, t = self.state, self._in, self._n, self._t
         if accepted is None:
             torch.mul(now.rows >= 0, t, out=now.accepted)
         else:
+            now.accepted.zero_()
             put(now.accepted[: accepted.numel()], accepted)
+            now.accepted.mul_(now.rows >= 0)
         new_k, new_v = state.new_tokens(self._turn, n, t)
         if isinstance(self.summaries, KeySketches):
             table, dims = self.summaries.table, self.summaries.dims
@@ -368,8 +369,8 @@ class DeviceDecode:
         """
         if faults := int(self.state.faults):
             raise RuntimeError(
-                f"{faults} times a sequence was decoded without a working set, or whose pages were not on the device or "
-                "not written"
+                f"{faults} times a sequence was decoded without a working set, or with pages that were not on the "
+                "device or not written"
             )
 
 

@@ -100,7 +100,7 @@ class DeviceTier(KVTier):
         """After the last layer: `DeviceDecode.finish`."""
         self.decoder.finish(accepted)
         if accepted is not None:
-            self.stats.verify_steps += plan.rows.numel()
+            self.stats.verify_steps += accepted.numel()
 
     # -- state ----------------------------------------------------------------------------------------------------
 

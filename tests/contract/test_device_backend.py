@@ -124,8 +124,8 @@ def test_a_request_that_was_never_admitted_is_told(rank: Rank) -> None:
     driver = DeviceDriver(rank)
     index = driver.admit(30)
     driver.extend({index: 30})
-    driver.lengths[index + 1] = 5
-    driver.decode([index + 1])
+    driver.lengths[index - 1] = 5
+    driver.decode([index - 1])
     with pytest.raises(RuntimeError, match="without a working set"):
         rank.tier.check_integrity()
 

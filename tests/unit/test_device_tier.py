@@ -170,14 +170,14 @@ def test_decoding_what_is_not_there_is_told_afterwards() -> None:
     s = admit(h, 300)
     s.pages, s.tokens = [h.free.pop() for _ in range(12)], 180
     h.decode([s])
-    with pytest.raises(RuntimeError, match="not on the device or not written"):
+    with pytest.raises(RuntimeError, match="pages that were not on the device or not written"):
         h.tier.check_integrity()
     t = harness()
     s = admit(t, 300)
     t.extend(s, 180)
     t.tier.invalidate(torch.tensor(s.pages[10:11]))
     t.decode([s])
-    with pytest.raises(RuntimeError, match="not on the device or not written"):
+    with pytest.raises(RuntimeError, match="pages that were not on the device or not written"):
         t.tier.check_integrity()
     with pytest.raises(RuntimeError, match="which hold"):
         t.extend(s, 8)
