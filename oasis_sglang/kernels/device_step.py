@@ -220,8 +220,8 @@ class DeviceDecode:
         """Commit the step's tokens to the host pool and the summaries, and count them as written.
 
         Args:
-            accepted: `[n]`, or of the first sequences only, how many of each sequence's new tokens are kept, at least 1, on the host or on the device;
-                None: all, and only then may this be part of a graph.
+            accepted: `[n]`, or fewer where the last sequences are padding: how many of each sequence's new tokens are
+                kept, at least 1, on the host or on the device; None: all, and only then may this be part of a graph.
         """
         state, now, n, t = self.state, self._in, self._n, self._t
         if accepted is None:
