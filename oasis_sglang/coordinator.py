@@ -16,6 +16,8 @@ from oasis_sglang.memory_pool.sizing import PoolGeometry, PoolPlan
 
 if TYPE_CHECKING:
     from oasis_sglang.attention.page_table import DecodePlan
+    from oasis_sglang.memory_pool.device_bytes import DeviceLoad
+    from oasis_sglang.memory_pool.device_tier import DevicePlan
     from oasis_sglang.memory_pool.prefetch.supervisor import Workers
     from oasis_sglang.memory_pool.tier import KVTier
     from oasis_sglang.memory_pool.working_set import Attempt
@@ -32,6 +34,7 @@ class Setup(NamedTuple):
     rows: int
     context_len: int
     chain: int = 1  # tokens per sequence and step: with speculation the last accepted one and its drafts
+    load: DeviceLoad | None = None  # what a device with memory of its own serves; None on a CPU host
 
 
 class Coordinator:
@@ -43,8 +46,8 @@ class Coordinator:
         self.setup = setup
         self._attempts: dict[int, Attempt] = {}
         self._prompts: dict[int, int] = {}  # tokens that the request of a row came with
-        self._row_of = torch.full((1,), -1, dtype=torch.int64)
-        self._verifying: DecodePlan | None = None
+        self._row_of = torch.full((1,), -1, dtype=torch.int64, device=tier.heads.device)
+        self._verifying: DecodePlan | DevicePlan | None = None
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class Coordinator:
 
     def _remember(self, index: int, row: int) -> None:
         if index >= self._row_of.numel():
-            grown = torch.full((2 * index + 1,), -1, dtype=torch.int64)
+            grown = torch.full((2 * index + 1,), -1, dtype=torch.int64, device=self._row_of.device)
             grown[: self._row_of.numel()] = self._row_of
             self._row_of = grown
         self._row_of[index] = row
@@ -108,13 +111,17 @@ class Coordinator:
         Raises:
             RuntimeError: a request that was never admitted to the device.
         """
-        known = req_pool_indices < self._row_of.numel()
-        rows = self._row_of[req_pool_indices.masked_fill(~known, 0)].masked_fill(~known, -1)
+        rows = self.known_rows(req_pool_indices)
         if bool((rows < 0).any()):
             raise RuntimeError(
                 f"requests in rows {req_pool_indices[rows < 0].tolist()} run without having been admitted to the device"
             )
         return rows
+
+    def known_rows(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """The same without a look at the result: -1 for requests that were never admitted."""
+        known = req_pool_indices < self._row_of.numel()
+        return self._row_of[req_pool_indices.masked_fill(~known, 0)].masked_fill(~known, -1)
 
     def prompts(self, req_pool_indices: torch.Tensor) -> list[int]:
         """Tokens that running requests came with: what else they extend by was decoded before a retraction."""
@@ -122,7 +129,7 @@ class Coordinator:
 
     # -- speculation ----------------------------------------------------------------------------------------------
 
-    def verifying(self, plan: DecodePlan) -> None:
+    def verifying(self, plan: DecodePlan | DevicePlan) -> None:
         """A chain of drafts went through the target: nothing of it is committed before `accept`."""
         self._verifying = plan
 
@@ -135,10 +142,7 @@ class Coordinator:
         plan, self._verifying = self._verifying, None
         if plan is None:
             raise RuntimeError("drafts were accepted that were not verified")
-        accepted = accepted.to(torch.int64)
-        self.tier.finish_decode(plan, accepted)
-        self.tier.stats.verify_steps += plan.rows.numel()
-        self.tier.stats.accepted_tokens += int(accepted.sum())
+        self.tier.finish_decode(plan, accepted.to(torch.int64))  # type: ignore[arg-type]
 
     # -- slots ----------------------------------------------------------------------------------------------------
 
@@ -166,6 +170,7 @@ class Coordinator:
     def state(self) -> dict[str, Any]:
         """What `/server_info` shows and the metrics are made of."""
         tier, plan, page = self.tier, self.setup.plan, self.setup.geometry.page_size
+        tier.read_stats()
         stats, transfer = tier.stats, tier.transfer.stats
         return {
             "config": self.setup.config.as_dict(),

@@ -70,6 +70,12 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "pre_model_load_memory"),
         "token capacity is the host pool's, device bytes are ours",
     ),
+    Hook(
+        f"{_CONFIGURATOR}._profile_available_bytes",
+        Kind.CALL,
+        ("self", "pre_model_load_memory"),
+        "what a device has for pools, maps and workspaces",
+    ),
     Hook(f"{_CONFIGURATOR}._resolve_kv_pool_class", Kind.AROUND, ("self", "kind", "default"), "our pool class"),
     Hook(
         f"{_ALLOCATOR}._release_page_ids", Kind.BEFORE, ("self", "page_ids"), "freed host pages hold nothing any more"

@@ -63,6 +63,11 @@ def _create_attention_backend(model_runner: Any) -> Any:
         from oasis_sglang.attention.draft_backend import DraftAttnBackend
 
         return DraftAttnBackend(model_runner)
+    active = coordinator.active()
+    if active is not None and active.setup.load is not None:
+        from oasis_sglang.attention.device_backend import DeviceAttnBackend
+
+        return DeviceAttnBackend(model_runner)
     from oasis_sglang.attention.backend import OasisAttnBackend
 
     return OasisAttnBackend(model_runner)
@@ -118,7 +123,7 @@ def _resolve_memory_pool_config(original: Any, self: Any, pre_model_load_memory:
 
     hooks.require()  # in this process too: it is the one that serves
     resolved = original(self, pre_model_load_memory)
-    setup = plan_rank(self, config, resolved)
+    setup = plan_rank(self, config, resolved, pre_model_load_memory)
     resolved.max_total_num_tokens = setup.plan.host_tokens
     resolved.max_running_requests = setup.rows
     coordinator.prepare(setup)

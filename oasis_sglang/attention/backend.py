@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from oasis_sglang.memory_pool.device_tier import DevicePlan
+
 BACKEND_NAME = "oasis"
 
 
@@ -39,7 +41,7 @@ class OasisAttnBackend(AttentionBackend):
         self.page_size = active.setup.geometry.page_size
         self.last_layer = active.setup.geometry.layers - 1
         self.first_layer = pool.start_layer
-        self._plan: DecodePlan | None = None
+        self._plan: DecodePlan | DevicePlan | None = None
         self._sequences: list[ExtendSequence] = []
         require_plain_attention(model_runner.model)
 
@@ -57,7 +59,7 @@ class OasisAttnBackend(AttentionBackend):
         else:
             raise NotImplementedError(f"the oasis backend does not run forward mode {mode.name}")
 
-    def _plan_decode(self, batch: ForwardBatch, new: int) -> DecodePlan:
+    def _plan_decode(self, batch: ForwardBatch, new: int) -> DecodePlan | DevicePlan:
         metrics.refresh()
         indices = batch.req_pool_indices
         rows = self.coordinator.rows(indices)

@@ -55,6 +55,7 @@ def backup_kernel(
     v,
     tokens,
     layers,
+    first,
     T: tl.constexpr,
     PAGE: tl.constexpr,
     D: tl.constexpr,
@@ -69,7 +70,7 @@ def backup_kernel(
         inside = (head < H)[:, None] & (d < D)[None, :]
         source = ((layer * tokens + token) * H + head)[:, None] * D + d[None, :]
         slot = tl.load(slots + token)
-        piece = ((slot // PAGE) * layers + layer) * H + head
+        piece = ((slot // PAGE) * layers + first + layer) * H + head
         to = (piece * (2 * PAGE) + slot % PAGE)[:, None] * D + d[None, :]
         tl.store(host + to, tl.load(k + source, mask=inside), mask=inside)
         tl.store(host + to + PAGE * D, tl.load(v + source, mask=inside), mask=inside)
@@ -120,8 +121,15 @@ def write_tokens(
     )
 
 
-def backup(host: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the accepted tokens of a step to the host pool, all layers at once (`HostPool.write_step`).
+def backup(
+    host: torch.Tensor,
+    slots: torch.Tensor,
+    accepted: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int = 0,
+) -> None:
+    """Write the accepted tokens of a step to the host pool, all layers at once (`HostPool.write_step`), or some layers.
 
     How many tokens of a page are written is counted by the host pool (`HostPool.mark_written`), on the host.
 
@@ -129,6 +137,7 @@ def backup(host: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, k: t
         host: `[pages, layers, H, 2, page_size, D]` contiguous, pinned where the device is a GPU.
         slots: `[n * t]` int64. accepted: `[n]` how many of each sequence's t tokens are kept, 0 for an empty row.
         k, v: `[layers, n * t, H, D]` contiguous, of the pool's item size.
+        first: layer of the pool that the first of `k` and `v` is.
 
     Raises:
         ValueError: memory that is not laid out as said.
@@ -147,7 +156,8 @@ def backup(host: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, k: t
         same_bytes(k),
         same_bytes(v),
         tokens,
-        layers,
+        host.shape[1],
+        first,
         T=tokens // max(accepted.numel(), 1),
         PAGE=host.shape[4],
         D=dim,

@@ -130,7 +130,7 @@ class DeviceDecode:
 
         Args:
             rows: `[n]` distinct working-set rows; negative for a sequence that is padding.
-            seq_lens: `[n]` lengths, new tokens included.
+            seq_lens: `[n]` lengths, new tokens included; 0 for padding.
             slots: `[n * new]` of the new tokens, sequence by sequence.
             page_table: `[n, columns]` host pages of each sequence in order; anything past its end.
                 All four are integers, on the host or on the device.
@@ -167,7 +167,6 @@ class DeviceDecode:
             to.rows[n:].fill_(-1)
             to.seq_lens[n:].zero_()
             to.slots[n * new :].zero_()
-            to.accepted[n:].zero_()
         columns = self.shape.table_columns
         self._layout = TableLayout(to.tokens, columns, self.geometry.page_size, new, self.host.dtype)
 
@@ -221,14 +220,16 @@ class DeviceDecode:
         """Commit the step's tokens to the host pool and the summaries, and count them as written.
 
         Args:
-            accepted: `[n]` how many of each sequence's new tokens are kept, at least 1, on the host or on the device;
-                None: all, and only then may this be part of a graph.
+            accepted: `[n]`, or fewer where the last sequences are padding: how many of each sequence's new tokens are
+                kept, at least 1, on the host or on the device; None: all, and only then may this be part of a graph.
         """
         state, now, n, t = self.state, self._in, self._n, self._t
         if accepted is None:
             torch.mul(now.rows >= 0, t, out=now.accepted)
         else:
+            now.accepted.zero_()
             put(now.accepted[: accepted.numel()], accepted)
+            now.accepted.mul_(now.rows >= 0)
         new_k, new_v = state.new_tokens(self._turn, n, t)
         if isinstance(self.summaries, KeySketches):
             table, dims = self.summaries.table, self.summaries.dims
@@ -243,7 +244,9 @@ class DeviceDecode:
             backup(self.host.kv, now.slots, now.accepted, new_k, new_v)
             counts = state.counts[:, :, :n].sum((0, 2, 3))
             state.totals[0] += (now.asking_rows >= 0).sum()
-            state.totals[1:] += counts
+            state.totals[1:3] += counts
+            if accepted is not None:
+                state.totals[3] += now.accepted.sum()
             self.streams.mark((SAVED, self._turn))
         if self._graph and accepted is None:
             self.streams.join()
@@ -274,7 +277,8 @@ class DeviceDecode:
         # Every page before the tail was completed by an extend or by a step: to look at the last one is enough.
         before = now.host_pages.gather(1, (now.tail - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
         short = (self.host.fill[before.masked_fill(~live, 0)] < page) & (now.tail > 0) & live
-        self.state.faults.add_(short.sum())
+        strays = (now.seq_lens > 0) & ~live  # tokens of a sequence that has no working set
+        self.state.faults.add_((short | strays).sum())
 
     def _end(self) -> None:
         """After the last layer."""
@@ -357,14 +361,16 @@ class DeviceDecode:
         self.streams.join()
 
     def check(self) -> None:
-        """Raise if a step attended to pages that were not on the device or not written. Waits for the device.
+        """Raise if a step had a sequence without a working set, or pages that were not on the device or not written.
+        Waits for the device.
 
         Raises:
             RuntimeError: and every further call does too.
         """
         if faults := int(self.state.faults):
             raise RuntimeError(
-                f"{faults} times a sequence was decoded whose pages were not on the device or not written"
+                f"{faults} times a sequence was decoded without a working set, or with pages that were not on the "
+                "device or not written"
             )
 
 

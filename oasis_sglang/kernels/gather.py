@@ -30,7 +30,7 @@ def gather_kernel(
     heads,
     layers,
     layer,
-    CAP: tl.constexpr,
+    cap,
     WORDS: tl.constexpr,
     LISTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -43,7 +43,7 @@ def gather_kernel(
         before = ends <= piece
         of = tl.sum(before.to(tl.int32), 0)
         nth = piece - tl.max(tl.where(before, ends, 0), 0)
-        at = of.to(tl.int64) * CAP + nth
+        at = of.to(tl.int64) * cap + nth
         page, row = tl.load(pages + at), tl.load(rows + at)
         source = host + ((page * layers + layer) * heads + of % heads) * (2 * WORDS)
         for start in range(0, WORDS, BLOCK):
@@ -104,7 +104,7 @@ def gather(
         heads,
         host.shape[1],
         layer,
-        CAP=cap,
+        cap,
         WORDS=width // 8,
         LISTS=pow2(count.numel()),
         BLOCK=min(BLOCK, pow2(width // 8)),

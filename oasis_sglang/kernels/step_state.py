@@ -144,8 +144,9 @@ class StepState:
         self.misses = torch.zeros(5, n, heads, shape.cap, dtype=torch.int64, device=device)
         #: Misses admitted and misses of the last selection, per layer.
         self.counts = torch.zeros(layers, 2, n, heads, dtype=torch.int32, device=device)
-        #: Since start: sequences that chose pages, misses admitted and misses of all layers and KV heads.
-        self.totals = torch.zeros(3, dtype=torch.int64, device=device)
+        #: Since start: sequences that chose pages, misses admitted and misses of all layers and KV heads, and accepted
+        #: tokens of chains.
+        self.totals = torch.zeros(4, dtype=torch.int64, device=device)
         #: Lines of page tables that named pages which were not on the device.
         self.faults = torch.zeros(1, dtype=torch.int32, device=device)
         if not shape.ahead:

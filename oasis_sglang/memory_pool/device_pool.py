@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from oasis_sglang import coordinator
 from oasis_sglang.attention.native_ops import create_cpu_ops
+from oasis_sglang.attention.ops import AttentionOps
 from oasis_sglang.memory_pool.hnd_pool import HndPool
 from oasis_sglang.memory_pool.prefetch.client import PrefetchClient
 from oasis_sglang.memory_pool.prefetch.supervisor import Workers
@@ -37,22 +40,37 @@ class OasisKVPool(HndPool):
         geometry = setup.geometry
         if (self.head_num, self.head_dim, self.layer_num) != (geometry.kv_heads, geometry.head_dim, geometry.layers):
             raise RuntimeError("the KV pool's geometry differs from the planned one")
-        self.tier = KVTier(
+        self.tier = self._create_tier(size // self.page_size)
+        self.workers = self._start_workers() if setup.config.workers else None
+        coordinator.start(self.tier, setup, self.workers)
+
+    def _create_tier(self, host_pages: int) -> KVTier:
+        setup = self.setup
+        kind: Callable[..., KVTier] = KVTier
+        if setup.load is None:
+            ops: AttentionOps = create_cpu_ops()
+        else:
+            from oasis_sglang.kernels.ops import TritonOps
+            from oasis_sglang.memory_pool.device_tier import DeviceTier
+
+            device = self.k_buffer[0].device
+            work = torch.zeros(setup.load.shape(setup.config, setup.geometry).attend_work(device), device=device)
+            ops = TritonOps(work)
+            kind = functools.partial(DeviceTier, query_heads=setup.load.query_heads, batch=setup.load.batch)
+        return kind(
             setup.config,
-            geometry,
+            setup.geometry,
             self.dtype,
-            host_pages=size // self.page_size,
+            host_pages=host_pages,
             k_pages=self.k_buffer,
             v_pages=self.v_buffer,
             rows=setup.rows,
             context_len=setup.context_len,
-            ops=create_cpu_ops(),
+            ops=ops,
             chain=setup.chain,
             probe=setup.config.probe,
             spare_pages=setup.plan.spare_pages,
         )
-        self.workers = self._start_workers() if setup.config.workers else None
-        coordinator.start(self.tier, setup, self.workers)
 
     def _start_workers(self) -> Workers:
         """Worker processes between the host pool and this one."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from oasis_sglang import validate
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.coordinator import Setup
+from oasis_sglang.memory_pool.device_bytes import DeviceLoad, device_memory
 from oasis_sglang.memory_pool.sizing import PoolGeometry, plan_pools
 from oasis_sglang.memory_pool.sketch import dims_of
 from oasis_sglang.platform import defaults, host
@@ -15,11 +18,12 @@ from oasis_sglang.platform import defaults, host
 DEFAULT_ROWS = 256
 
 
-def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
+def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before_weights: Any) -> Setup:
     """
     Args:
         configurator: SGLang's `KVCacheConfigurator` of this rank.
         resolved: the `MemoryPoolConfig` that stock SGLang would use.
+        free_before_weights: GB of the device that were free before the model was loaded.
 
     Raises:
         ValueError: the pools do not fit (see `plan_pools`), or KV is not in the model's dtype.
@@ -40,6 +44,23 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
     )
     chain = int(resolving_view(server_args).speculative_num_draft_tokens or 1)
     chain = chain if server_args.speculative_algorithm else 1
+    on_host = str(configurator.device).startswith("cpu")
+    draft = draft_token_bytes(configurator) if chain > 1 else 0
+    given_rows = defaults.given(server_args, "max_running_requests")
+    most = resolved.max_running_requests
+    most = most if given_rows is not None else min(most, DEFAULT_ROWS)
+    load = on_device = None
+    if not on_host:
+        heads = model.num_attention_heads // parallel.attn_tp_size
+        load = DeviceLoad(rows=most, batch=most, query_heads=heads, chain=chain, context_len=model.context_len)
+        on_device = device_memory(
+            config,
+            geometry,
+            load,
+            available=configurator._profile_available_bytes(free_before_weights),
+            draft_token_bytes=draft,
+            device=torch.device(configurator.device),
+        )
     plan = plan_pools(
         config,
         geometry,
@@ -48,13 +69,13 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any) -> Setup:
         memory_budget=defaults.kv_memory_budget(),
         available_memory=host.available_memory(),
         local_ranks=parallel.launch_world_size,
-        device_is_host=str(configurator.device).startswith("cpu"),
+        device_is_host=on_host,
         chain=chain,
-        draft_token_bytes=draft_token_bytes(configurator) if chain > 1 else 0,
+        draft_token_bytes=draft,
+        on_device=on_device,
     )
-    most = min(plan.device_tokens // config.page_size, resolved.max_running_requests)
-    rows = most if defaults.given(server_args, "max_running_requests") is not None else min(most, DEFAULT_ROWS)
-    return Setup(config, geometry, plan, rows, model.context_len, chain)
+    rows = min(plan.device_tokens // config.page_size, most)
+    return Setup(config, geometry, plan, rows, model.context_len, chain, load)
 
 
 def draft_token_bytes(configurator: Any) -> int:

@@ -26,7 +26,7 @@ from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.extend import Extend, ExtendSequence
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.prefetcher import Late, Prefetcher
-from oasis_sglang.memory_pool.sizing import PoolGeometry
+from oasis_sglang.memory_pool.sizing import PoolGeometry, sequence_pages
 from oasis_sglang.memory_pool.sketch import KeySketches
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.transfer import InlineTransfer, TransferEngine
@@ -85,9 +85,10 @@ class KVTier:
         self.ops = ops
         self.chain = chain
         self.probe = probe
-        self.host = HostPool(host_pages, geometry, dtype)
-        self.summaries = KeySketches(self.host) if config.summary == "sketch" else KeySummaries(self.host)
-        self.transfer: TransferEngine = InlineTransfer(self.host, k_pages, v_pages)
+        device = k_pages[0].device
+        self.host = HostPool(host_pages, geometry, dtype, device)
+        summaries = KeySketches if config.summary == "sketch" else KeySummaries
+        self.summaries: KeySketches | KeySummaries = summaries(self.host, device)
         self.sets = WorkingSets(
             layers=geometry.layers,
             kv_heads=geometry.kv_heads,
@@ -95,29 +96,39 @@ class KVTier:
             spare_pages=spare_pages,
             rows=rows,
             set_pages=self.set_pages,
-            sequence_pages=-(-(context_len + geometry.page_size) // geometry.page_size),
+            sequence_pages=sequence_pages(context_len, geometry.page_size),
+            device=device,
         )
-        self.selector = create_selector(config, ops, self.summaries, self.sets, dtype)
         width = geometry.page_size * geometry.head_dim
         self._k_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in k_pages]
         self._v_lanes = [x.view(-1, geometry.page_size, geometry.head_dim) for x in v_pages]
         self._k_rows = [x.view(-1, width) for x in k_pages]
         self._v_rows = [x.view(-1, width) for x in v_pages]
-        self.heads = torch.arange(geometry.kv_heads)
-        # `skip`: the pages chosen for each row's next step
-        chosen = (geometry.layers, rows, geometry.kv_heads, config.budget_pages)
-        self.chosen = torch.zeros(chosen if config.miss_policy == "skip" else (0,), dtype=torch.int32)
-        self.chosen_tail = torch.zeros(rows, dtype=torch.int64)  # the tail page when they were chosen
+        self.heads = torch.arange(geometry.kv_heads, device=device)
         self.was_sparse = torch.zeros(rows, dtype=torch.bool)
-        step = (geometry.layers, rows * chain, geometry.kv_heads, geometry.head_dim)
-        self._new_k, self._new_v = torch.empty(step, dtype=dtype), torch.empty(step, dtype=dtype)
-        # (layer, queries, scale) of a chain, until it is known which token was the last accepted
-        self._queries: list[tuple[int, torch.Tensor, float]] = []
-        self._extend = Extend(self)
         self.prefetcher: Prefetcher | None = None
         self.step = FIRST_STEP
         self.stats = TierStats()
         self.lookahead = LookaheadStats()
+        self._init_steps(k_pages, v_pages)
+
+    def _init_steps(self, k_pages: list[torch.Tensor], v_pages: list[torch.Tensor]) -> None:
+        """What extends and decode steps work with, where the host computes."""
+        config, g, dtype = self.config, self.geometry, self.host.dtype
+        rows = self.sets.pages.shape[0]
+        self.transfer: TransferEngine = InlineTransfer(self.host, k_pages, v_pages)
+        self.selector = create_selector(config, self.ops, self.summaries, self.sets, dtype)
+        # `skip`: the pages chosen for each row's next step
+        chosen = (g.layers, rows, g.kv_heads, config.budget_pages)
+        self.chosen = torch.zeros(chosen if config.miss_policy == "skip" else (0,), dtype=torch.int32)
+        self.chosen_tail = torch.zeros(rows, dtype=torch.int64)  # the tail page when they were chosen
+        #: Whether sequences whose next step is sparse choose its pages now, too.
+        self.chooses_early = False
+        step = (g.layers, rows * self.chain, g.kv_heads, g.head_dim)
+        self._new_k, self._new_v = torch.empty(step, dtype=dtype), torch.empty(step, dtype=dtype)
+        # (layer, queries, scale) of a chain, until it is known which token was the last accepted
+        self._queries: list[tuple[int, torch.Tensor, float]] = []
+        self._extend = Extend(self)
 
     def prefetch_by(self, client: PrefetchClient) -> None:
         """Let worker processes bring in what the lookahead chooses."""
@@ -143,11 +154,14 @@ class KVTier:
     def release(self, attempt: Attempt) -> None:
         """Let go of an attempt's device pages; idempotent."""
         if self.sets.holds(attempt):
-            for layer in range(self.geometry.layers):  # copy, then fence, then free
-                self.transfer.wait(layer)
+            self._fence()  # copy, then fence, then free
             if self.prefetcher is not None:  # it writes to rows that no page table names, so nothing need be waited for
                 self.prefetcher.cancel(*attempt)
         self.sets.release(attempt)
+
+    def _fence(self) -> None:
+        for layer in range(self.geometry.layers):
+            self.transfer.wait(layer)
 
     def invalidate(self, host_pages: torch.Tensor) -> None:
         """Forget what freed host pages hold."""
@@ -318,6 +332,9 @@ class KVTier:
         n, t = plan.rows.numel(), plan.new
         if accepted is None:
             accepted = torch.full((n,), t)
+        else:
+            self.stats.verify_steps += n
+            self.stats.accepted_tokens += int(accepted.sum())
         kept = torch.arange(t) < accepted.view(-1, 1)
         index = kept.flatten().nonzero(as_tuple=True)[0]
         self.host.write_step(plan.slots[index], self._new_k[:, index], self._new_v[:, index])
@@ -448,6 +465,9 @@ class KVTier:
         return out
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    def read_stats(self) -> None:
+        """Bring `stats` up to date, where not all of it is counted by the host."""
 
     def in_flight(self) -> int:
         return self.transfer.in_flight() + (self.prefetcher.in_flight() if self.prefetcher is not None else 0)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit import interpreter
+
 _ABSENT = object()
 
 
@@ -54,3 +56,11 @@ def plugged() -> Iterator[None]:
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not interpreter.is_elsewhere(pyfuncitem):
+        return None
+    interpreter.report(pyfuncitem)
+    return True

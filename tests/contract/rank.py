@@ -15,6 +15,7 @@ from oasis_sglang import coordinator
 from oasis_sglang.attention.backend import OasisAttnBackend
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.coordinator import Setup
+from oasis_sglang.memory_pool.device_bytes import DeviceLoad
 from oasis_sglang.memory_pool.device_pool import OasisKVPool
 from oasis_sglang.memory_pool.sizing import GIB, PoolGeometry, plan_pools
 from oasis_sglang.memory_pool.sketch import slow_half
@@ -47,8 +48,19 @@ def request(prompt: int, max_new_tokens: int = 8, output: int = 0) -> Any:
 
 class Rank:
     def __init__(
-        self, config: OasisConfig, *, device_tokens: int = 1600, rows: int = 8, need_sort: bool = False
+        self,
+        config: OasisConfig,
+        *,
+        device_tokens: int = 1600,
+        rows: int = 8,
+        need_sort: bool = False,
+        chain: int = 1,
+        on_device: bool = False,
     ) -> None:
+        """
+        Args:
+            on_device: steps are done by kernels, as where a device has memory of its own.
+        """
         geometry = PoolGeometry(
             layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, itemsize=4, page_size=PAGE, sketch=slow_half(DIM)
         )
@@ -60,8 +72,10 @@ class Rank:
             memory_budget=GIB,
             available_memory=4 * GIB,
             local_ranks=1,
+            chain=chain,
         )
-        self.setup = Setup(config, geometry, plan, rows, 512)
+        load = DeviceLoad(rows=rows, batch=rows, query_heads=QUERY_HEADS, chain=chain, context_len=512)
+        self.setup = Setup(config, geometry, plan, rows, 512, chain, load if on_device else None)
         coordinator.prepare(self.setup)
         self.pool = make_pool(plan.host_tokens)
         active = coordinator.active()

@@ -233,14 +233,26 @@ def test_everything_overridden_exists_in_the_base() -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from oasis_sglang.attention.backend import OasisAttnBackend
+    from oasis_sglang.attention.device_backend import DeviceAttnBackend
     from oasis_sglang.memory_pool.device_pool import OasisKVPool
     from oasis_sglang.memory_pool.hnd_pool import HndPool
 
-    ours = {"_plan_decode", "_plan_extend", "_layer_index", "buffer_tokens", "_storage", "_start_workers"}
+    ours = {
+        "_plan_decode",
+        "_plan_extend",
+        "_layer_index",
+        "buffer_tokens",
+        "_storage",
+        "_start_workers",
+        "_create_tier",
+    }
     pools = ((OasisKVPool, MHATokenToKVPool), (HndPool, MHATokenToKVPool))
-    for mine, base in ((OasisAttnBackend, AttentionBackend), *pools):
+    backends = ((OasisAttnBackend, AttentionBackend), (DeviceAttnBackend, AttentionBackend))
+    for mine, base in (*backends, *pools):
         for name, value in vars(mine).items():
             if inspect.isfunction(value) and name != "__init__" and name not in ours:
                 assert hasattr(base, name), f"{base.__name__} has no {name}"
+    for name in ("init_cuda_graph_state", "init_forward_metadata_out_graph"):
+        assert _call_shape(getattr(DeviceAttnBackend, name)) == _call_shape(getattr(AttentionBackend, name))
     for name in ("_create_buffers", "_finalize_allocation_log", "move_kv_cache"):
         assert _call_shape(getattr(OasisKVPool, name)) == _call_shape(getattr(MHATokenToKVPool, name))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from oasis_sglang.attention.native_ops import create_cpu_ops
+from oasis_sglang.attention.ops import AttentionOps
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.extend import ExtendSequence
 from oasis_sglang.memory_pool.sizing import PoolGeometry
@@ -40,6 +43,8 @@ class Harness:
         chain: int = 1,
         probe: bool = False,
         spare_pages: int = 0,
+        kind: Callable[..., KVTier] = KVTier,
+        ops: AttentionOps | None = None,
     ) -> None:
         self.config = config.validate()
         page = config.page_size
@@ -62,7 +67,7 @@ class Harness:
         self.k_pages, self.v_pages = list(pool[:, 0].unbind()), list(pool[:, 1].unbind())
         for x in (*self.k_pages, *self.v_pages):
             x[0] = 0
-        self.tier = KVTier(
+        self.tier = kind(
             config,
             self.geometry,
             dtype,
@@ -71,7 +76,7 @@ class Harness:
             v_pages=self.v_pages,
             rows=rows,
             context_len=context_len,
-            ops=create_cpu_ops(),
+            ops=create_cpu_ops() if ops is None else ops,
             chain=chain,
             probe=probe,
             spare_pages=spare_pages,

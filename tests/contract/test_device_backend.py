@@ -1,0 +1,140 @@
+"""The attention backend over a tier whose steps are kernels', with SGLang's forward dispatch and its graphs' calls, in
+Triton's interpreter (contracts 1 and 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from oasis_sglang import coordinator
+from oasis_sglang.attention.device_backend import DeviceAttnBackend
+from oasis_sglang.config import OasisConfig
+from tests.contract.rank import DIM, LAYERS, PAGE, QUERY_HEADS, SCALE, Rank, batch
+from tests.contract.test_backend import Driver
+from tests.unit import oracle
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("plugged")]
+CONFIG = OasisConfig(token_budget=32, page_size=PAGE, host_to_device_ratio=1.0)
+BATCH = 4
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
+    coordinator.stop()
+    yield Rank(CONFIG, rows=BATCH, chain=getattr(request, "param", 1), on_device=True)
+    coordinator.stop()
+
+
+class DeviceDriver(Driver):
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.backend = DeviceAttnBackend(rank.runner())
+
+    def replay(self, indices: list[int], padded: int, new: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A step as a graph does it: prepared from static buffers with padding, then all layers."""
+        verify = new > 1
+        slots = torch.cat([self.rank.give_slots(i, self.lengths[i], self.lengths[i] + new) for i in indices])
+        lengths = [self.lengths[i] + (0 if verify else 1) for i in indices]
+        missing = padded - len(indices)
+        mode = ForwardMode.TARGET_VERIFY if verify else ForwardMode.DECODE
+        slots = torch.cat((slots, torch.zeros(missing * new, dtype=torch.int64)))
+        view = batch(mode, indices + [0] * missing, lengths + [0] * missing, slots)
+        view.seq_lens_cpu = view.seq_lens
+        self.backend.init_forward_metadata_out_graph(view)
+        return self.layers(view, padded * new)
+
+    def layers(self, view: Any, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self.backend.init_forward_metadata_in_graph(view)
+        queries, outputs = [], []
+        for layer in self.rank.layers:
+            q, k, v = self.rank.tensors(tokens)
+            queries.append(q.view(tokens, QUERY_HEADS, DIM))
+            out = self.backend.forward(q, k, v, layer, view, save_kv_cache=True)
+            outputs.append(out.view(tokens, QUERY_HEADS, DIM))
+        return queries, outputs
+
+
+def check(driver: DeviceDriver, indices: list[int], queries: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    host = driver.rank.tier.host
+    for layer in range(LAYERS):
+        for i, index in enumerate(indices):
+            pages, tokens = driver.pages(index), driver.lengths[index]
+            want = oracle.decode(host, layer, pages, tokens, queries[layer][i], CONFIG, SCALE)
+            torch.testing.assert_close(outputs[layer][i].double(), want, rtol=1e-4, atol=1e-4)
+        assert not outputs[layer][len(indices) :].any()
+
+
+def test_prompts_steps_and_replays_equal_float64(rank: Rank) -> None:
+    driver = DeviceDriver(rank)
+    first, second = driver.admit(20), driver.admit(90)
+    queries, outputs = driver.extend({first: 20, second: 60})
+    k, v = oracle.sequence(rank.tier.host, 0, driver.pages(first), 20)
+    torch.testing.assert_close(
+        outputs[0][:20].double(), oracle.causal(queries[0][:20], k, v, 0, SCALE), rtol=1e-4, atol=1e-4
+    )
+    driver.extend({second: 30})
+    check(driver, [second, first], *driver.decode([second, first]))
+    # a graph is captured with nothing real in it
+    before = rank.snapshot()
+    empty = batch(ForwardMode.DECODE, [0] * BATCH, [0] * BATCH, torch.zeros(BATCH, dtype=torch.int64))
+    driver.backend.init_cuda_graph_state(BATCH, BATCH)
+    driver.backend.init_forward_metadata_out_graph(empty, in_capture=True)
+    for _ in range(2):  # warm-up and capture
+        _, outputs = driver.layers(empty, BATCH)
+        assert not torch.stack(outputs).any()
+    after = rank.snapshot()
+    for name in ("page_of", "slot_of", "last_used", "fill", "host"):
+        assert torch.equal(before[name], after[name]), name
+    for _ in range(3):
+        queries, outputs = driver.replay([second, first], BATCH)
+        for index in (second, first):
+            driver.lengths[index] += 1
+        check(driver, [second, first], queries, outputs)
+    check(driver, [second], *driver.decode([second]))
+    state = rank.coordinator.state()
+    assert state["host_tokens_written"] == 24 + 95
+    assert state["selected_pages_total"] > 0
+    rank.tier.check_integrity()
+    rank.rows.free_rows([first, second])
+    assert rank.tier.sets.owned_pages == 0
+
+
+@pytest.mark.parametrize("rank", [3], indirect=True)
+def test_chains_are_verified_in_a_graph_and_accepted_after_it(rank: Rank) -> None:
+    driver = DeviceDriver(rank)
+    index = driver.admit(70)
+    driver.extend({index: 61})
+    for accepted in (1, 3, 2):
+        driver.replay([index], 2, new=3)
+        rank.coordinator.accept(torch.tensor([accepted]))
+        driver.lengths[index] += accepted
+        assert int(rank.tier.host.fill.sum()) == driver.lengths[index]
+    state = rank.coordinator.state()
+    assert (state["verify_steps_total"], state["accepted_tokens_total"]) == (3, 6)
+    rank.tier.check_integrity()
+
+
+def test_a_request_that_was_never_admitted_is_told(rank: Rank) -> None:
+    """A step does not stop to look; the idle check does."""
+    driver = DeviceDriver(rank)
+    index = driver.admit(30)
+    driver.extend({index: 30})
+    driver.lengths[index - 1] = 5
+    driver.decode([index - 1])
+    with pytest.raises(RuntimeError, match="without a working set"):
+        rank.tier.check_integrity()
+
+
+def test_graphs_that_do_not_fit_are_refused(rank: Rank) -> None:
+    backend = DeviceAttnBackend(rank.runner())
+    assert backend.get_cuda_graph_seq_len_fill_value() == 0
+    with pytest.raises(ValueError, match=r"--cuda-graph-max-bs=8 .* 4 sequences with 1 tokens each"):
+        backend.init_cuda_graph_state(8, 8)
+    prompt = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    with pytest.raises(NotImplementedError, match="no graph of forward mode EXTEND"):
+        backend.init_forward_metadata_out_graph(prompt)
