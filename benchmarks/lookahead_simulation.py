@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from oasis_sglang.attention.torch_ops import TorchOps
+from oasis_sglang.attention.torch_ops import TorchOps, score_codes
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.sizing import PoolGeometry
-from oasis_sglang.memory_pool.sketch import KeySketches
+from oasis_sglang.memory_pool.sketch import KeySketches, decode
 from oasis_sglang.memory_pool.summaries import KeySummaries
 from oasis_sglang.memory_pool.working_set import NONE, WorkingSets
 from oasis_sglang.speculative.lookahead import select_pages, select_resident
@@ -37,7 +37,7 @@ class PageScorer:
             sketch: dimensions that key sketches keep; none: largest and smallest keys instead.
         """
         layers, heads, tokens, dim = keys.shape
-        self.layers, self.pages, self.scale = layers, tokens // page_size, scale
+        self.layers, self.pages, self.scale, self._page_size = layers, tokens // page_size, scale, page_size
         self._ops = TorchOps()
         # Layers stand in for sequences: page p of layer l is "host page" 1 + l * pages + p.
         geometry = PoolGeometry(
@@ -50,10 +50,15 @@ class PageScorer:
         blocks = keys[:, :, : self.pages * page_size].view(layers, heads, self.pages, page_size, dim)
         summaries.rebuild(0, ids, blocks.transpose(1, 2).flatten(0, 1), page_size)
         self._rows = summaries.row_ids(ids.view(layers, self.pages)).transpose(1, 2)  # [L, H, pages]
+        self._dims = list(sketch)
+        # Decoded once for all steps: that takes longer than to score.
+        self._codes = decode(summaries.table[0][self._rows], len(sketch)) if sketch else None
 
     def score(self, queries: torch.Tensor, candidates: int) -> torch.Tensor:
         """`[L, H, pages]` scores by `queries` `[L, Hq, D]`; -inf from page `candidates` on."""
         limit = torch.full((self.layers,), candidates)
+        if self._codes is not None:
+            return score_codes(queries[..., self._dims], *self._codes, limit, self.scale, self._page_size)
         return self._summaries.score(self._ops, 0, queries, self._rows, limit, self.scale)
 
 

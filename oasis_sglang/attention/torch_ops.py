@@ -98,17 +98,7 @@ class TorchOps:
         scale: float,
         page_size: int,
     ) -> torch.Tensor:
-        n, query_heads, dim = q.shape
-        heads, columns = rows.shape[1:]
-        codes, units = sketch.decode(sketches[rows], dim)  # [n, H, N, tokens, d], [n, H, N, tokens]
-        query = q.float().view(n, heads, query_heads // heads, dim)
-        unit = query.abs().amax(-1, keepdim=True) / 127
-        rounded = torch.where(unit > 0, query / unit, 0).round().clamp(-127, 127)
-        products = torch.einsum("hgd,hxd->hgx", rounded.flatten(0, 1), codes.flatten(2, 3).flatten(0, 1))
-        logits = (
-            products.view(n, heads, -1, columns, codes.shape[3]) * (unit * scale).unsqueeze(-1) * units.unsqueeze(2)
-        )
-        return _share(logits[..., :page_size].amax(-1), pages)
+        return score_codes(q, *sketch.decode(sketches[rows], q.shape[-1]), pages, scale, page_size)
 
     def prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, scale: float) -> torch.Tensor:
         # float32: without matrix units for 16-bit types a CPU computes it half as fast again, and more exactly.
@@ -125,6 +115,20 @@ class TorchOps:
             share = torch.sigmoid(before_lse.reshape(lse.shape) - lse).unsqueeze(-1)
             out = torch.lerp(out, before.reshape(out.shape), share)
         return out.transpose(0, 1).to(q.dtype)
+
+
+def score_codes(
+    q: torch.Tensor, codes: torch.Tensor, units: torch.Tensor, pages: torch.Tensor, scale: float, page_size: int
+) -> torch.Tensor:
+    """`AttentionOps.score_sketches` of decoded sketches: `codes` `[n, H, N, tokens, d]`, `units` `[n, H, N, tokens]`."""
+    n, query_heads, dim = q.shape
+    heads, columns = codes.shape[1:3]
+    query = q.float().view(n, heads, query_heads // heads, dim)
+    unit = query.abs().amax(-1, keepdim=True) / 127
+    rounded = torch.where(unit > 0, query / unit, 0).round().clamp(-127, 127)
+    products = torch.einsum("hgd,hxd->hgx", rounded.flatten(0, 1), codes.flatten(2, 3).flatten(0, 1))
+    logits = products.view(n, heads, -1, columns, codes.shape[3]) * (unit * scale).unsqueeze(-1) * units.unsqueeze(2)
+    return _share(logits[..., :page_size].amax(-1), pages)
 
 
 def _share(score: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
