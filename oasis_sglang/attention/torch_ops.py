@@ -120,7 +120,7 @@ class TorchOps:
 def score_codes(
     q: torch.Tensor, codes: torch.Tensor, units: torch.Tensor, pages: torch.Tensor, scale: float, page_size: int
 ) -> torch.Tensor:
-    """`AttentionOps.score_sketches` of decoded sketches: `codes` `[n, H, N, tokens, d]`, `units` `[n, H, N, tokens]`."""
+    """`AttentionOps.score_sketches` of what `sketch.decode` gives: `[n, H, N, tokens, d]` and `[n, H, N, tokens]`."""
     n, query_heads, dim = q.shape
     heads, columns = codes.shape[1:3]
     query = q.float().view(n, heads, query_heads // heads, dim)
