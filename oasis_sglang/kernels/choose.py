@@ -3,6 +3,7 @@ kernels do, and are the faster there; Triton's everywhere else. Tried once, at s
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -142,7 +143,7 @@ def choose_ops(
     if not off <= AGREEMENT:
         logger.warning("FlashInfer's answer at %s differs from Triton's by %.3g of the largest value", shape, off)
         return _chosen(triton, "Triton: FlashInfer answers otherwise")
-    theirs, ours = (seconds(lambda ops=ops: trial.run(ops)) / LAYERS for ops in (rival, triton))
+    theirs, ours = (seconds(functools.partial(trial.run, ops)) / LAYERS for ops in (rival, triton))
     name = "FlashInfer" if theirs < ours else "Triton"
     times = f"{theirs * 1e6:.1f} µs with FlashInfer, {ours * 1e6:.1f} µs with Triton"
     return _chosen(rival if theirs < ours else triton, f"{name}: a layer takes {times}")

@@ -41,7 +41,7 @@ def attended(table: np.ndarray, visible: np.ndarray, page: int) -> list[Token]:
 def test_a_thousand_states_name_what_the_torch_op_attends_to() -> None:
     """Any lengths, empty ones too, page tables wider than their pages, chains that cross into the next page; whatever
     the last step left in the buffers."""
-    draw = random.Random(0)
+    draw, rows = random.Random(0), np.random.default_rng(0)
     made = {(page, heads): buffers(page, heads) for page in (16, 32, 64) for heads in (1, 2, 3)}
     before = {key: addresses(x) for key, x in made.items()}
     crossed = empty = 0
@@ -51,9 +51,7 @@ def test_a_thousand_states_name_what_the_torch_op_attends_to() -> None:
         most = columns * page
         just_over = max(draw.randrange(columns) * page + draw.randint(1, t), t)
         tokens = [draw.choice([0, t, most, just_over, draw.randint(t, most)]) for _ in range(n)]
-        table = np.array(
-            [[[draw.randint(0, INT32_MAX) for _ in range(columns)] for _ in range(heads)] for _ in range(n)]
-        )
+        table = rows.integers(0, INT32_MAX, (n, heads, columns), endpoint=True)
         layout = TableLayout(torch.tensor(tokens), columns, page, t, torch.float32)
         buffer = made[page, heads]
         buffer.measure(layout.tokens, t, columns)
