@@ -51,19 +51,17 @@ class Trial(NamedTuple):
             return torch.randn(size, generator=random, device=device, dtype=shape.dtype).to(dtype)
 
         most = n * heads * shape.columns
-        rows = LAYERS + min(most, POOL_BYTES // (2 * width * shape.kv_dtype.itemsize))
+        rows = min(most, POOL_BYTES // (2 * width * shape.kv_dtype.itemsize))
         k, v = (normal(rows + LAYERS, width, dtype=shape.kv_dtype) for _ in range(2))
-        # Every layer is the same rows, moved on by one; row 0 of each is zero, as that of a device pool.
-        for x in (k, v):
-            x[:LAYERS] = 0
+        # Every layer is the same rows, moved on by one.
         pools = [(k[at : at + rows], v[at : at + rows]) for at in range(LAYERS)]
-        table = torch.randint(LAYERS, rows, (n, heads, shape.columns), generator=random, device=device)
+        table = torch.randint(rows, (n, heads, shape.columns), generator=random, device=device)
         least = max(shape.tokens - shape.page_size, t)
         tokens = torch.randint(least, shape.tokens + 1, (n,), generator=random, device=device)
-        if n > 1:
-            tokens[-1] = 0
-        layout = TableLayout(tokens, shape.columns, shape.page_size, t, shape.dtype)
         q = normal(n, t, shape.query_heads, shape.head_dim, dtype=shape.dtype)
+        if n > 1:  # padding, which may compute with anything
+            tokens[-1], q[-1] = 0, torch.nan
+        layout = TableLayout(tokens, shape.columns, shape.page_size, t, shape.dtype)
         return cls(q, pools, table, layout, shape.head_dim**-0.5)
 
     def run(self, ops: AttentionOps) -> torch.Tensor:

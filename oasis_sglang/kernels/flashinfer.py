@@ -55,10 +55,7 @@ def unsupported(shape: AttentionShape) -> str | None:
 
 
 class FlashInferOps(TritonOps):
-    """`TritonOps` whose `attend` is FlashInfer's.
-
-    A sequence without tokens attends to pool row 0, which is zero in a device pool, and so gets zeros.
-    """
+    """`TritonOps` whose `attend` is FlashInfer's."""
 
     def __init__(self, shape: AttentionShape, device: torch.device) -> None:
         """
@@ -148,7 +145,7 @@ class FlashInferOps(TritonOps):
         layout: TableLayout,
         scale: float,
     ) -> torch.Tensor:
-        """As in `AttentionOps`, but for row 0, which must be zero where a sequence is empty.
+        """As in `AttentionOps`.
 
         Raises:
             ValueError: another shape than this was made for, or more than there is memory for.
@@ -166,7 +163,7 @@ class FlashInferOps(TritonOps):
         # has run before with the same step, and must hold the measuring too.
         pool = k_rows.data_ptr()
         if layout is not self._layout or pool == self._first_pool:
-            self.lists.measure(layout.tokens, t, columns)
+            self.lists.measure(layout.tokens, columns)
             self._layout, self._first_pool = layout, pool
         self.lists.name_pages(table, k_rows.shape[0])
         pages = tuple(x.view(-1, 1, s.page_size, dim) for x in (k_rows, v_rows))

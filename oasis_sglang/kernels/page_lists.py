@@ -6,6 +6,9 @@ Sequence i and KV head h are the request r = i * H + h of an attention with one 
                     ^ indptr[0] = 0      ^ indptr[1]                ^ indptr[n * H]
     last_page_len   lanes of each request's last page that hold tokens
 
+A sequence without tokens has lists without pages: nothing is read for it, whatever its queries are, and FlashInfer's
+output of it is zero.
+
 Lengths are on the device, so lists are written there: nothing here waits for it, sizes follow from shapes, and
 addresses never change, so that a CUDA graph can hold the writing and the reading.
 """
@@ -66,35 +69,29 @@ class PageListBuffers:
             self._indptr[: requests + 1], self._indices[: requests * self.columns], self._last_page_len[:requests]
         )
 
-    def measure(self, tokens: torch.Tensor, queries: int, columns: int) -> None:
+    def measure(self, tokens: torch.Tensor, columns: int) -> None:
         """Write what is the same for every layer of a step: the lengths, and where its pages stand in page tables.
 
-        An empty sequence gets as many lanes of row 0 as it has query tokens, since the kernels divide by what they see.
-
         Args:
-            tokens: `[n]` as in `TableLayout`. queries: t. columns: N of the step's page tables.
+            tokens: `[n]` as in `TableLayout`. columns: N of the step's page tables.
 
         Raises:
             ValueError: more than there is memory for.
         """
         if not 1 <= columns <= self.columns:
             raise ValueError(f"a page table of {columns} columns; page lists have memory for 1 to {self.columns}")
-        if not 1 <= queries <= self.page_size:
-            raise ValueError(f"{queries} query tokens; 1 to {self.page_size} (a page) work")
         n, heads = tokens.numel(), self.kv_heads
         indptr, _, last_page_len = self.part(n)
-        lanes = tokens.clamp_min(queries)
-        pages = torch.div(lanes + (self.page_size - 1), self.page_size, rounding_mode="floor")
-        last_page_len.view(n, heads).copy_((lanes - (pages - 1) * self.page_size).unsqueeze(1))
+        pages = torch.div(tokens + (self.page_size - 1), self.page_size, rounding_mode="floor")
+        last_page_len.view(n, heads).copy_((tokens - (pages - 1) * self.page_size).unsqueeze(1))
         counts = pages.unsqueeze(1).expand(n, heads).reshape(-1)
         ends = counts.cumsum(0)
         indptr[1:].copy_(ends)
         position = self._order[: n * heads * columns]
         request = torch.searchsorted(ends, position, right=True).clamp_max_(n * heads - 1)
         column = position - (ends - counts)[request]
-        real = (position < ends[-1]) & (tokens > 0)[request // heads]
         # Number x of the table is its halves 2 x and 2 x + 1, low one first. A high half is 0, as is the reserved row.
-        source = torch.where(real, 2 * (request * columns + column), 1)
+        source = torch.where(position < ends[-1], 2 * (request * columns + column), 1)
         self._source[: source.numel()].copy_(source)
 
     def name_pages(self, table: torch.Tensor, pool_rows: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from oasis_sglang.kernels.attention_shape import AttentionShape
 from oasis_sglang.kernels.flashinfer import FlashInferOps, blocks
-from tests.contract.flashinfer_model import MULTIPROCESSORS, Module
+from tests.unit.flashinfer_model import MULTIPROCESSORS, Module, stand_in
 from tests.unit.test_ops import BF16, Case
 
 decode = pytest.importorskip("flashinfer.decode")
@@ -23,12 +23,7 @@ WRAPPER = decode.BatchDecodeWithPagedKVCacheWrapper
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    """The kernel's stand-in, on a machine that neither pins memory nor has a device to ask for its capability."""
-    stand_in, empty = Module(), torch.empty
-    monkeypatch.setattr(decode, "get_batch_prefill_module", lambda *_: stand_in)
-    monkeypatch.setattr(decode, "device_support_pdl", lambda _: True)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
-    return stand_in
+    return stand_in(monkeypatch)
 
 
 def shape_of(case: Case, **more: Any) -> AttentionShape:
@@ -56,7 +51,7 @@ def drawn(seed: int) -> Case:
     draw = random.Random(seed)
     t, page = 1 + seed % 8, (16, 32, 64)[seed % 3]
     lengths = [draw.choice([0, t, page + 1 + t // 2, draw.randint(t, 5 * page), 11 * page]) for _ in range(3)]
-    return case_of(
+    case = case_of(
         lengths,
         heads=draw.randint(1, 2),
         group=1 + (seed * 3) % 8,
@@ -67,6 +62,8 @@ def drawn(seed: int) -> Case:
         duplicates=draw.random() < 0.5,
         seed=seed,
     )
+    case.q[case.tokens == 0] = torch.nan  # what padding computes with may be anything
+    return case
 
 
 @pytest.mark.parametrize("seed", range(48))
@@ -197,7 +194,10 @@ def test_the_wrapper_has_what_is_used() -> None:
         ("prefill", "paged_kv.protective_get_k_offset("),
         # Where a partial result goes; for the only query token of a request that does not depend on its length.
         ("prefill", "lse[(o_indptr[request_idx] + qo_idx * num_kv_chunks + kv_tile_idx) *"),
-        # A part that saw nothing has no weight.
+        # A request without pages has no length.
+        ("../page", "if (indptr[batch_idx + 1] == indptr[batch_idx]) { return 0; }"),
+        # A part that saw nothing has no weight, and what saw nothing at all is zero.
+        ("state", "float d_rcp = (d > 0.f) ? __fdividef(1.f, d) : 0.f;"),
         ("state", "math::ptx_exp2(max(other_m - m, -math::inf))"),
         ("variant_helper", "(m != -math::inf) ? math::ptx_rcp(d) : 0.f"),
     ],

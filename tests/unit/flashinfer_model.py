@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 MULTIPROCESSORS = 132
@@ -112,6 +113,18 @@ class Module:
         at = 0
         for r, (parts, t) in enumerate(zip(plan.parts, plan.queries, strict=True)):
             for j in range(t):
-                weight = logs[at : at + parts].softmax(0).unsqueeze(-1)
+                # Where no part saw anything, nothing has a weight.
+                weight = logs[at : at + parts].softmax(0).nan_to_num(0).unsqueeze(-1)
                 out[int(qo_indptr[r]) + j] = (weight * partial[at : at + parts]).sum(0).to(out.dtype)
                 at += parts
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Let FlashInfer's wrappers run the restated kernel, on a machine that neither pins memory nor has a device to ask
+    for its capability."""
+    decode = pytest.importorskip("flashinfer.decode")
+    module, empty = Module(), torch.empty
+    monkeypatch.setattr(decode, "get_batch_prefill_module", lambda *_: module)
+    monkeypatch.setattr(decode, "device_support_pdl", lambda _: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+    return module
