@@ -88,6 +88,22 @@ def test_few_sequences_are_cut_and_many_are_not(module: Module) -> None:
         assert module.plans[-1]["no_split"] is not cut
 
 
+@pytest.mark.parametrize("group", [1, 4, 16])
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("queries", [1, 2, 8])
+def test_plans_fit_their_memory(module: Module, group: int, dim: int, queries: int) -> None:
+    """Batches that are cut into many parts, just still cut, and not cut; the stand-in measures what a plan takes."""
+    shape = AttentionShape(
+        query_heads=8 * group, kv_heads=8, head_dim=dim, page_size=16, columns=161, tokens=2064, batch=256,
+        queries=queries, dtype=torch.bfloat16, kv_dtype=torch.bfloat16,
+    )  # fmt: skip
+    ops = FlashInferOps(shape, CPU)
+    for batch in (1, 7, 32, 33, 256):
+        ops.plan(batch, queries)
+    assert [x["batch"] for x in module.plans] == [8, 56, 256, 264, 2048]
+    assert [x["no_split"] for x in module.plans] == [queries > 1] * 3 + [True] * 2
+
+
 def test_planned_once_for_every_layer_and_step(module: Module) -> None:
     """Steps of other lengths and layers of other tables change nothing that the host has planned, and no address."""
     cases = [case_of([21, 0, 33], columns=5, seed=1), case_of([3, 70, 1], columns=5, seed=2)]
