@@ -41,7 +41,7 @@ def main() -> None:
     dtype, kv_dtype, head_dim, *sources = sys.argv[1:]
     spec = spec_of(getattr(torch, dtype), getattr(torch, kv_dtype), int(head_dim))
     spec.write_ninja()
-    ninja = ["ninja", "-f", str(spec.ninja_path)]
+    ninja = ["ninja", "-C", str(spec.ninja_path.parent)]  # its log is written where it runs
     listed = subprocess.run(
         [*ninja, "-t", "targets", "rule", "cuda_compile"], check=True, capture_output=True, text=True
     )
