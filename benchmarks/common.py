@@ -141,3 +141,16 @@ def destination(report: Report, arguments: argparse.Namespace) -> Path:
 def write(report: Report, arguments: argparse.Namespace) -> Path:
     """Write the report to its destination."""
     return report.write(destination(report, arguments))
+
+
+def show_targets(report: Report) -> None:
+    """A table of `report.results["targets"]`."""
+    rows = [(row["what"], row["measured"], row["target"], row["met"]) for row in report.results["targets"]]
+    report.table("Targets", ("what", "measured", "target", "met"), rows)
+
+
+def finish(report: Report, arguments: argparse.Namespace) -> int:
+    """Write the report; the exit code is 1 where `--check` was given and a target is missed."""
+    write(report, arguments)
+    missed = any(row["met"] is False for row in report.results["targets"])
+    return 1 if arguments.check and missed else 0

@@ -165,10 +165,7 @@ def show(results: dict[str, Any], report: Report) -> None:
         for name, each in results["device_bytes"].items()
     ]
     report.table("Device memory", ("server", "KV (MB)", "key summaries (MB)"), memory)
-    report.table(
-        "Targets", ("what", "measured", "target", "met"),
-        [(row["what"], row["measured"], row["target"], row["met"]) for row in results["targets"]],
-    )  # fmt: skip
+    common.show_targets(report)
 
 
 def main() -> int:
@@ -177,9 +174,7 @@ def main() -> int:
     report.results = run(arguments, report)
     report.results["targets"] = targets(report.results)
     show(report.results, report)
-    common.write(report, arguments)
-    missed = any(row["met"] is False for row in report.results["targets"])
-    return 1 if arguments.check and missed else 0
+    return common.finish(report, arguments)
 
 
 if __name__ == "__main__":

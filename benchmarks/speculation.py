@@ -183,10 +183,7 @@ def show(results: dict[str, Any], report: Report) -> None:
         lines.append(("step", *(x for variant in results["variants"] for x in (sum(per[variant].values()), "100%"))))
         columns = [x for variant in results["variants"].values() for x in (f"{variant['label']}, ms", "share")]
         report.table(f"Parts of a step, {results['workloads'][load]}", ("part", *columns), lines)
-    report.table(
-        "Targets", ("what", "measured", "target", "met"),
-        [(row["what"], row["measured"], row["target"], row["met"]) for row in results["targets"]],
-    )  # fmt: skip
+    common.show_targets(report)
 
 
 def main() -> int:
@@ -195,9 +192,7 @@ def main() -> int:
     report.results = run(arguments, report)
     report.results["targets"] = targets(report.results)
     show(report.results, report)
-    common.write(report, arguments)
-    missed = any(row["met"] is False for row in report.results["targets"])
-    return 1 if arguments.check and missed else 0
+    return common.finish(report, arguments)
 
 
 if __name__ == "__main__":
