@@ -162,7 +162,7 @@ class SparseSteps:
         self._decode.check()
         s = self.scale
         lists = self._rows.numel() * s.kv_heads * s.layers
-        asked, fetched, missed = self._decode.state.totals.tolist()
+        asked, fetched, missed, _ = self._decode.state.totals.tolist()
         all_steps = max(asked / self._rows.numel(), 1)
         return {
             "missed_pages_per_head": missed / all_steps / lists,
