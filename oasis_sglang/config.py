@@ -19,7 +19,13 @@ SPARE_DIVISOR = 16
 
 
 # What no host could use, and computing with it could overflow.
-LARGEST = {"token_budget": 1 << 30, "page_size": 1 << 20, "min_sparse_len": 1 << 30, "prefetch_workers": 64}
+LARGEST = {
+    "token_budget": 1 << 30,
+    "page_size": 1 << 20,
+    "min_sparse_len": 1 << 30,
+    "prefetch_workers": 64,
+    "prompt_lookup_min": 8,
+}
 
 
 class ConfigError(ValueError):
@@ -47,6 +53,8 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             matters, in 4 bits a dimension: nearly the choice of the keys themselves) or `minmax` (largest and smallest
             key of a page, Quest).
         probe: with speculation, never accept a draft: it only looks ahead, as in the OasisKV paper.
+        prompt_lookup_min: with an EAGLE draft, tokens that must have stood together earlier in the sequence for what
+            followed them there to take the place of the draft's guesses; 0: never.
         dense_layers: the first layers that attend to the whole sequence, read from the host pool.
         min_sparse_len: sequences shorter than this stay dense whatever the budget.
         debug_attention_mass: with `skip`, now and then measure the attention mass that the attended pages hold; slow.
@@ -69,6 +77,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     min_sparse_len: int = 0
     summary: SummaryName = "sketch"
     probe: bool = False
+    prompt_lookup_min: int = 4
     debug_attention_mass: bool = False
     prefetch_workers: int | None = None
     transfer: TransferName = "inline"
@@ -137,7 +146,14 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(
                 f"token_budget={self.token_budget} is not a multiple of page_size={page}; use {lower} or {lower + page}"
             )
-        for name in ("sink_tokens", "recent_tokens", "dense_layers", "min_sparse_len", "prefetch_workers"):
+        for name in (
+            "sink_tokens",
+            "recent_tokens",
+            "dense_layers",
+            "min_sparse_len",
+            "prefetch_workers",
+            "prompt_lookup_min",
+        ):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must not be negative")
         for name, most in LARGEST.items():

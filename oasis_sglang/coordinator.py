@@ -13,6 +13,7 @@ import torch
 
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.memory_pool.sizing import PoolGeometry, PoolPlan
+from oasis_sglang.speculative.prompt_lookup import PromptLookup
 
 if TYPE_CHECKING:
     from oasis_sglang.attention.page_table import DecodePlan
@@ -35,6 +36,7 @@ class Setup(NamedTuple):
     context_len: int
     chain: int = 1  # tokens per sequence and step: with speculation the last accepted one and its drafts
     load: DeviceLoad | None = None  # what a device with memory of its own serves; None on a CPU host
+    prompt_lookup_min: int = 0  # tokens that must repeat for drafts to be copied; 0: none are
 
 
 class Coordinator:
@@ -48,6 +50,11 @@ class Coordinator:
         self._prompts: dict[int, int] = {}  # tokens that the request of a row came with
         self._row_of = torch.full((1,), -1, dtype=torch.int64, device=tier.heads.device)
         self._verifying: DecodePlan | DevicePlan | None = None
+        self._lookup: PromptLookup | None = None
+        if setup.prompt_lookup_min:
+            self._lookup = PromptLookup(
+                setup.rows, setup.context_len, setup.chain, setup.prompt_lookup_min, tier.heads.device
+            )
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -85,6 +92,8 @@ class Coordinator:
             self._attempts[index] = attempt
             self._prompts[index] = len(req.origin_input_ids)
             self._remember(index, attempt.row)
+            if self._lookup is not None:
+                self._lookup.enter(attempt.row, [*req.origin_input_ids, *req.output_ids])
 
     def leave(self, indices: list[int]) -> None:
         """Rows were given back (finished, aborted or retracted): so are the device pages."""
@@ -128,6 +137,21 @@ class Coordinator:
         return [self._prompts[index] for index in req_pool_indices.tolist()]
 
     # -- speculation ----------------------------------------------------------------------------------------------
+
+    def drafts(self, batch: Any, newest: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """The chains to verify, for those that the draft model proposes.
+
+        Args:
+            batch: SGLang's `ScheduleBatch`.
+            newest: `[n]` the last accepted token of each request.
+            drafts: `[n, k]`.
+        """
+        if self._lookup is None:
+            return drafts
+        # What the host knows may be two steps behind.
+        longest = max(len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs) + 3 * self.setup.chain
+        rows = self.known_rows(batch.req_pool_indices)
+        return self._lookup.propose(rows, batch.seq_lens.to(torch.int64), newest, drafts, longest)
 
     def verifying(self, plan: DecodePlan | DevicePlan) -> None:
         """A chain of drafts went through the target: nothing of it is committed before `accept`."""
@@ -200,6 +224,7 @@ class Coordinator:
             "attention_mass": tier.lookahead.mean_mass,
             "verify_steps_total": stats.verify_steps,
             "accepted_tokens_total": stats.accepted_tokens,
+            "copied_chains_total": int(self._lookup.copied) if self._lookup is not None else 0,
             "stale_releases_total": tier.sets.stale_releases,
             "transfers_in_flight": tier.in_flight(),
             **self._prefetch_state(),

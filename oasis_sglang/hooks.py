@@ -182,6 +182,15 @@ HOOKS: tuple[Hook, ...] = (
         "commits accepted tokens",
     ),
     Hook(
+        f"{_SRT}speculative.eagle_worker_common.build_eagle_verify_input",
+        Kind.AROUND,
+        (
+            *("batch", "draft_input", "parent_list", "top_scores_index", "draft_tokens", "draft_probs"),
+            *("target_worker", "topk", "num_steps", "num_draft_tokens", "tree_mask_mode", "device"),
+        ),
+        "drafts copied from where the text repeats",
+    ),
+    Hook(
         f"{_SRT}speculative.eagle_utils.eagle_sample",
         Kind.AROUND,
         (

@@ -87,6 +87,10 @@ COUNTERS = {
         "accepted_tokens_total",
         "Tokens that verified chains led to, the one after the last accepted draft included.",
     ),
+    "oasis_copied_chains_total": (
+        "copied_chains_total",
+        "Chains of drafts that were copied from earlier in the sequence, of those verified.",
+    ),
     "oasis_lookahead_pages_total": (
         "lookahead_pages_total",
         "Pages chosen ahead (miss_policy skip) that were compared, in a sample, with those the query itself chooses.",

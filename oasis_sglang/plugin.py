@@ -46,6 +46,7 @@ def handlers() -> dict[str, Any]:
         "get_internal_state": _get_internal_state,
         "log_stats": _log_stats,
         "run_eagle_verify": _commit_accepted,
+        "build_eagle_verify_input": _copy_repeats,
         "eagle_sample": _accept_none_in_probe,
         "DraftBackendFactory._create_backend": _offer_draft_backend,
         **{path.rsplit(".", 1)[1]: spec_ops.on_cpu(path) for path in spec_ops.AROUND},
@@ -213,6 +214,14 @@ def _commit_accepted(result: Any, batch: Any, *args: Any, **kwargs: Any) -> None
     active = coordinator.active()
     if active is not None and result.accept_lens.numel():
         active.accept(result.accept_lens)
+
+
+def _copy_repeats(original: Any, batch: Any, draft_input: Any, *tree: Any, **kwargs: Any) -> Any:
+    active = coordinator.active()
+    if active is not None and not batch.forward_mode.is_idle():
+        parents, scores, drafts, *rest = tree
+        tree = (parents, scores, active.drafts(batch, draft_input.bonus_tokens, drafts), *rest)
+    return original(batch, draft_input, *tree, **kwargs)
 
 
 def _accept_none_in_probe(original: Any, *args: Any, **kwargs: Any) -> Any:

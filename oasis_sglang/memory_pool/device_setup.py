@@ -44,6 +44,9 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     )
     chain = int(resolving_view(server_args).speculative_num_draft_tokens or 1)
     chain = chain if server_args.speculative_algorithm else 1
+    # A draft model that is an LM of its own guesses better than a copy.
+    eagle = (server_args.speculative_algorithm or "").upper().startswith("EAGLE")
+    lookup = config.prompt_lookup_min if eagle else 0
     on_host = str(configurator.device).startswith("cpu")
     draft = draft_token_bytes(configurator) if chain > 1 else 0
     given_rows = defaults.given(server_args, "max_running_requests")
@@ -75,7 +78,7 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
         on_device=on_device,
     )
     rows = min(plan.device_tokens // config.page_size, most)
-    return Setup(config, geometry, plan, rows, model.context_len, chain, load)
+    return Setup(config, geometry, plan, rows, model.context_len, chain, load, lookup)
 
 
 def draft_token_bytes(configurator: Any) -> int:

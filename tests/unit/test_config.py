@@ -36,6 +36,7 @@ def test_nothing_given_is_the_defaults(source: Any) -> None:
         "recent_tokens": 0,
         "summary": "sketch",
         "probe": False,
+        "prompt_lookup_min": 4,
         "debug_attention_mass": False,
         "slack_ratio": 0.25,
         "fetch_ratio": 1.0,
