@@ -11,7 +11,8 @@ head, at the next step's true query:
 Lookaheads: `previous`, the query of the token just decoded; `none`, the pages that the prompt's last query chose; and
 drafts, the target's queries of the tokens guessed for the next positions, a page counting for what the position that
 wants it most says. Guesses come from `oracle` (the true tokens), `ngram` (what followed the same tokens earlier),
-`random`, and with `--draft` an EAGLE-3 head. `draft (3)` has three positions; `draft (3) + own` adds the query of the
+`random`, and with `--draft` `eagle` (an EAGLE-3 head) and `draft` (the head, and copies where the text repeats, as in
+the server). `draft (3)` has three positions; `draft (3) + own` adds the query of the
 token just decoded, which a verify step computes too. Drafts only look ahead, one token is decoded per step, as in
 the OasisKV paper; a last table has steps that accept right guesses and go on behind them.
 """
@@ -30,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import common
 from benchmarks.lookahead_capture import Capture, Target
-from benchmarks.lookahead_drafts import DraftSource, EagleDraft, NgramDraft, RandomDraft
+from benchmarks.lookahead_drafts import CopyingDraft, DraftSource, EagleDraft, NgramDraft, RandomDraft
 from benchmarks.lookahead_measure import RANDOM, Lookahead, Measured, measure
 from benchmarks.lookahead_simulation import agreement, attended_mass, select, simulate
 from oasis_sglang.config import OasisConfig
@@ -252,8 +253,9 @@ def source(name: str, arguments: argparse.Namespace, target: Target) -> DraftSou
         return RandomDraft(target.vocabulary, arguments.seed)
     if name == "ngram":
         return NgramDraft()
-    if name == "draft":
-        return EagleDraft(arguments.draft, target.model)
+    if name in ("eagle", "draft"):
+        head = EagleDraft(arguments.draft, target.model)
+        return CopyingDraft(head) if name == "draft" else head
     raise ValueError(f"no draft source is called {name!r}")
 
 
@@ -288,7 +290,7 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     budgets = list(map(int, numbers(arguments.budgets)))
     texts, kept = [], []
     documents = Documents(common.model_path(arguments))
-    sources = [RANDOM, "ngram", *(["draft"] if arguments.draft else [])]
+    sources = [RANDOM, "ngram", *(["eagle", "draft"] if arguments.draft else [])]
     for capture, question in captures(arguments, report, sources):
         texts.append(decoded_text(capture, question, documents))
         kept.append(capture)

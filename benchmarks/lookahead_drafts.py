@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from oasis_sglang.attention.draft_window import WINDOW
+from oasis_sglang.config import OasisConfig
+from oasis_sglang.speculative.prompt_lookup import PromptLookup
 
 
 class DraftSource(Protocol):
@@ -68,7 +70,7 @@ class NgramDraft:
 class EagleDraft:
     """An EAGLE-3 head, greedily. As in SGLang, a step starts from what the target saw and forgets earlier drafts."""
 
-    name = "draft"
+    name = "eagle"
 
     def __init__(
         self, folder: str | Path, model: torch.nn.Module, first: int = 16, window: int | None = WINDOW
@@ -126,3 +128,21 @@ class EagleDraft:
         layer: Any = self._head.midlayer
         new_keys, new_values = layer.keys_values(inputs, cos, sin)
         return torch.cat((keys, new_keys), dim=2), torch.cat((values, new_values), dim=2)
+
+
+class CopyingDraft:
+    """What a server with an EAGLE draft verifies: its guesses, and copies where the text repeats."""
+
+    name = "draft"
+
+    def __init__(self, head: EagleDraft) -> None:
+        self._head = head
+        self.feature_layers = head.feature_layers
+
+    def propose(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> list[int]:
+        guesses = self._head.propose(tokens, features, count)
+        before = len(tokens) - 1
+        lookup = PromptLookup(1, len(tokens), count + 1, OasisConfig().prompt_lookup_min, "cpu")
+        lookup.enter(0, tokens[:-1])
+        row, lengths, newest = torch.tensor([0]), torch.tensor([before]), torch.tensor(tokens[-1:])
+        return lookup.propose(row, lengths, newest, torch.tensor([guesses]), len(tokens))[0].tolist()

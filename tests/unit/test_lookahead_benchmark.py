@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lookahead_capture import Capture, Target
-from benchmarks.lookahead_drafts import NgramDraft, RandomDraft
+from benchmarks.lookahead_drafts import CopyingDraft, NgramDraft, RandomDraft
 from benchmarks.lookahead_measure import ORACLE, Tables, measure
 from benchmarks.lookahead_simulation import PageScorer, Residency, agreement, merge, page_mass, select, simulate
 from oasis_sglang.attention import selector as selector_module
@@ -272,6 +272,19 @@ def test_prompt_lookup_copies_what_followed() -> None:
     assert draft.propose([5, 1, 2, 6, 2, 3, 1, 2], nothing, 2) == [6, 2], "the longer match before the nearer one"
     assert draft.propose([4, 5, 5], nothing, 3) == [5, 5, 5], "a match at the very end repeats the last token"
     assert draft.propose([1, 2, 3], nothing, 2) == [3, 3]
+
+
+def test_the_servers_draft_copies_before_it_guesses() -> None:
+    class Head:
+        name, feature_layers = "eagle", (1, 2)
+
+        def propose(self, tokens: list[int], features: torch.Tensor, count: int) -> list[int]:
+            return [70, 71, 72][:count]
+
+    draft, nothing = CopyingDraft(Head()), torch.empty(0)  # type: ignore[arg-type]
+    assert (draft.name, draft.feature_layers) == ("draft", (1, 2))
+    assert draft.propose([1, 2, 3, 4, 9, 8, 7, 1, 2, 3, 4], nothing, 3) == [9, 8, 7]
+    assert draft.propose([1, 2, 3, 9, 8, 7, 1, 2, 3], nothing, 3) == [70, 71, 72], "three tokens are too few"
 
 
 def test_guesses_count_until_the_first_wrong_one() -> None:
