@@ -163,6 +163,20 @@ def test_what_is_seen_from_outside(drafting: Server, truth: Truth) -> None:
     assert 1.0 < state["accepted_tokens_total"] / state["verify_steps_total"] <= 4.0
 
 
+def test_what_the_text_repeats_is_copied(drafting: Server, truth: Truth, documents: Documents) -> None:
+    """Of a text that stands in the prompt twice, the second time but for its end, the drafts are copies."""
+    client = Client(drafting.url)
+    before = client.oasis()
+    text = documents.text(250, 120)
+    prompt = [*text, *documents.text(251, 20), *text[:80]]
+    answer = client.stream(prompt, greedy(24, ignore_eos=True))
+    state = until(
+        lambda: (s := client.oasis())["verify_steps_total"] > before["verify_steps_total"] and s, "nothing was verified"
+    )
+    copied = state["copied_chains_total"] - before["copied_chains_total"]
+    assert 0 < copied <= answer.meta["spec_verify_ct"]
+
+
 @pytest.mark.parametrize("drafts", [1, 2, 5])
 def test_chains_of_other_lengths(drafts: int, truth: Truth, server_factory: ServerFactory, eagle: list[str]) -> None:
     chain = ["--speculative-num-steps", str(drafts), "--speculative-num-draft-tokens", str(drafts + 1)]
