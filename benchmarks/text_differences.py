@@ -1,9 +1,9 @@
 """How often does 16-bit text differ, and where? Greedy answers of three servers, one request at a time and all at once.
 
 In float32 the three say the same, token for token (tests/server). In bfloat16 sums are rounded by how many rows are
-computed together, and a verification computes other numbers of rows than a plain step. That matters where the two best
-tokens are nearly tied: for each first difference this prints how far apart they were, beside how far apart they are
-elsewhere.
+computed together, and a verification computes other numbers of rows than a plain step. That matters where the best
+tokens are nearly tied: for each first difference this prints how far the token said instead was behind the best,
+beside how far the second best is behind elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from oasis_sglang.serving import Documents, Report, ask_all, greedy
 
 LENGTHS = (20, 24, 31, 37, 48, 55, 60, 64, 97, 111, 128, 150, 190, 240, 300, 400, 512, 700, 1500, 1543)
 QUESTION = "Which of these sentences matters most, and why?"
-LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2}
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 4}
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -43,18 +43,19 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def compare(reference: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """The first difference of each answer from the reference: its place, how much less likely than the best token the
-    second was there, and whether the second is what was said instead.
+    """The first difference of each answer from the reference: its place, and how much less likely than the best token the
+    one said instead was there (None: it was not among the best).
 
     Args:
-        reference: per prompt, SGLang's `output_ids` and, in `meta_info`, `output_top_logprobs` of two tokens.
+        reference: per prompt, SGLang's `output_ids` and, in `meta_info`, `output_top_logprobs`.
     """
     found = []
     for said, answer in zip(reference, answers, strict=True):
         at = first_difference(answer, said["output_ids"])
         if at is not None:
-            best, second = said["meta_info"]["output_top_logprobs"][at][:2]
-            found.append({"at": at, "nats": best[0] - second[0], "second_best": answer[at] == second[1]})
+            best = said["meta_info"]["output_top_logprobs"][at]
+            behind = next((best[0][0] - logprob for logprob, token, *_ in best if token == answer[at]), None)
+            found.append({"at": at, "behind": behind})
     return found
 
 
@@ -90,17 +91,17 @@ def show(results: dict[str, Any], report: Report) -> None:
     rows = []
     for run in results["runs"]:
         found = run["differences"]
-        nats = [each["nats"] for each in found]
+        behind = [each["behind"] for each in found if each["behind"] is not None]
         rows.append((
-            run["server"], run["asked"], results["prompts"] - len(found), results["prompts"],
-            statistics.median(nats) if nats else None, max(nats, default=None),
-            f"{sum(each['second_best'] for each in found)} of {len(found)}",
+            run["server"], run["asked"], f"{results['prompts'] - len(found)} of {results['prompts']}",
+            statistics.median(behind) if behind else None, max(behind, default=None), len(found) - len(behind),
         ))  # fmt: skip
     report.table(
         "Greedy answers in bfloat16 against oasis without drafts, one at a time",
-        ("server", "asked", "same", "of", "nats apart: median", "most", "second best said"), rows,
-        caption="Nats apart: by how much the best token led the second at the first difference; over all tokens of the "
-        f"reference it leads by {results['median_nats']:.2f} (median).",
+        ("server", "asked", "same", "nats behind: median", "most", "further"), rows,
+        caption="Nats behind: at the first difference, how much less likely than the best token the one said instead "
+        f"was; over all tokens of the reference the second best is {results['median_nats']:.2f} behind (median). "
+        "Further: not among the best four.",
     )  # fmt: skip
 
 

@@ -177,14 +177,24 @@ def test_what_the_text_repeats_is_copied(drafting: Server, truth: Truth, documen
     assert 0 < copied <= answer.meta["spec_verify_ct"]
 
 
-@pytest.mark.parametrize("drafts", [1, 2, 5])
-def test_chains_of_other_lengths(drafts: int, truth: Truth, server_factory: ServerFactory, eagle: list[str]) -> None:
+@pytest.mark.parametrize(("drafts", "page_size"), [(1, 32), (2, 64), (5, 16)])
+def test_other_chains_and_pages(
+    drafts: int, page_size: int, truth: Truth, server_factory: ServerFactory, eagle: list[str], documents: Documents
+) -> None:
+    """Dense SGLang's text with chains and pages of any length. C27: 50 requests whose ends fall anywhere in a page
+    strand none; SGLang's idle leak check is on, and the pool is whole."""
     chain = ["--speculative-num-steps", str(drafts), "--speculative-num-draft-tokens", str(drafts + 1)]
-    with server_factory([*eagle, *chain]) as server:
-        client = Client(server.url)
+    with server_factory([*oasis_flags({"page_size": page_size}, 3072), *FP32, *eagle[-4:], *chain]) as server:
+        client, watch = Client(server.url), LogWatch(server)
         answers = ask_all(client, truth.prompts, greedy(NEW_TOKENS, ignore_eos=True))
         assert_same(truth.prompts, answers, truth.answers)
+        prompts = [documents.text(300 + at, 20 + 13 * at % 170) for at in range(50)]
+        lengths = [greedy(3 + 7 * at % 29, ignore_eos=True) for at in range(50)]
+        answers = ask_all(client, prompts, lengths)
+        assert [answer.tokens for answer in answers] == [3 + 7 * at % 29 for at in range(50)]
+        client.flush_cache()
         wait_until_idle(client)
+        watch.assert_clean()
 
 
 def test_retracted_and_aborted_in_mid_chain(truth: Truth, server_factory: ServerFactory, eagle: list[str]) -> None:
@@ -201,22 +211,5 @@ def test_retracted_and_aborted_in_mid_chain(truth: Truth, server_factory: Server
         assert_same([truth.prompts[at] for at in staying], answers, [truth.answers[at] for at in staying])
         assert sum(int(answer.meta["num_retractions"]) for answer in answers) > 0
         client.flush_cache(wait=600)
-        wait_until_idle(client)
-        watch.assert_clean()
-
-
-@pytest.mark.parametrize("page_size", [32, 64])
-def test_no_page_is_stranded(
-    page_size: int, truth: Truth, server_factory: ServerFactory, eagle: list[str], documents: Documents
-) -> None:
-    """C27: 50 requests whose ends fall anywhere in a page; SGLang's idle leak check is on, and the pool is whole."""
-    flags = [*oasis_flags({"page_size": page_size}, 3072), *FP32, *eagle[-4:]]
-    with server_factory(flags) as server:
-        client, watch = Client(server.url), LogWatch(server)
-        prompts = [documents.text(300 + at, 20 + 13 * at % 170) for at in range(50)]
-        lengths = [greedy(3 + 7 * at % 29, ignore_eos=True) for at in range(50)]
-        answers = ask_all(client, prompts, lengths)
-        assert [answer.tokens for answer in answers] == [3 + 7 * at % 29 for at in range(50)]
-        client.flush_cache()
         wait_until_idle(client)
         watch.assert_clean()
