@@ -43,8 +43,8 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def compare(reference: Sequence[dict[str, Any]], answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """The first difference of each answer from the reference: its place, and how much less likely than the best token the
-    one said instead was there (None: it was not among the best).
+    """The first difference of each answer from the reference: its place, and how much less likely than the best token
+    the one said instead was there (None: it was not among the best).
 
     Args:
         reference: per prompt, SGLang's `output_ids` and, in `meta_info`, `output_top_logprobs`.

@@ -153,8 +153,8 @@ def test_skip_goes_on_without_its_worker(server_factory: ServerFactory, prompts:
 def test_a_killed_server_leaves_nothing_behind(
     server_factory: ServerFactory, prompts: list[list[int]], runtime: Path, stop_first: bool
 ) -> None:
-    """C44: kill -9 at some moment under load, with the worker stopped before too: no process stays, and the next start clears the
-    folder of the sockets."""
+    """C44: kill -9 at some moment under load, with the worker stopped before too: no process stays, and the next start
+    clears the folder of the sockets."""
     config = BUDGET | {"transfer": "workers", "miss_policy": "skip"}
     environment = {"XDG_RUNTIME_DIR": str(runtime)}
     flags = [*oasis_flags(config, DEVICE), *SHAPE]
