@@ -14,9 +14,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from oasis_sglang import coordinator
 from oasis_sglang.attention.device_backend import DeviceAttnBackend
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.kernels import flashinfer
+from oasis_sglang.kernels.flashinfer import FlashInferOps
+from oasis_sglang.kernels.ops import TritonOps
+from oasis_sglang.memory_pool.device_tier import DeviceTier
 from tests.contract.rank import DIM, LAYERS, PAGE, QUERY_HEADS, SCALE, Rank, batch
 from tests.contract.test_backend import Driver
 from tests.unit import oracle
+from tests.unit.flashinfer_model import stand_in
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("plugged")]
 CONFIG = OasisConfig(token_budget=32, page_size=PAGE, host_to_device_ratio=1.0)
@@ -26,7 +31,7 @@ BATCH = 4
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Iterator[Rank]:
     coordinator.stop()
-    yield Rank(CONFIG, rows=BATCH, chain=getattr(request, "param", 1), on_device=True)
+    yield Rank(CONFIG, **{"rows": BATCH, "on_device": True, **getattr(request, "param", {})})
     coordinator.stop()
 
 
@@ -104,7 +109,7 @@ def test_prompts_steps_and_replays_equal_float64(rank: Rank) -> None:
     assert rank.tier.sets.owned_pages == 0
 
 
-@pytest.mark.parametrize("rank", [3], indirect=True)
+@pytest.mark.parametrize("rank", [{"chain": 3}], indirect=True)
 def test_chains_are_verified_in_a_graph_and_accepted_after_it(rank: Rank) -> None:
     driver = DeviceDriver(rank)
     index = driver.admit(70)
@@ -138,3 +143,26 @@ def test_graphs_that_do_not_fit_are_refused(rank: Rank) -> None:
     prompt = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     with pytest.raises(NotImplementedError, match="no graph of forward mode EXTEND"):
         backend.init_forward_metadata_out_graph(prompt)
+
+
+def test_flashinfer_attends_in_steps_where_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the pool's plan to the steps of the backend; everything else keeps Triton's ops, which take any shape."""
+    module = stand_in(monkeypatch)
+    monkeypatch.setattr(flashinfer, "unsupported", lambda _: None)  # in float32 and 16 wide, as the rank computes
+    coordinator.stop()
+    rank = Rank(CONFIG, rows=BATCH, on_device=True, flashinfer=True)
+    driver = DeviceDriver(rank)
+    assert isinstance(rank.tier, DeviceTier)
+    assert isinstance(rank.tier.decoder.ops, FlashInferOps)
+    assert type(rank.tier.ops) is TritonOps
+    first, second = driver.admit(20), driver.admit(90)
+    driver.extend({first: 20, second: 60})
+    check(driver, [second, first], *driver.decode([second, first]))
+    for _ in range(2):
+        queries, outputs = driver.replay([second, first], BATCH)
+        for index in (second, first):
+            driver.lengths[index] += 1
+        check(driver, [second, first], queries, outputs)
+    assert [plan["batch"] for plan in module.plans] == [2 * 2, BATCH * 2]  # sequences times KV heads
+    rank.tier.check_integrity()
+    coordinator.stop()
