@@ -128,6 +128,7 @@ class DeviceTier(KVTier):
         return 0
 
     def check_integrity(self) -> None:
+        self._fence()  # what a step does beside compute may still change the maps
         super().check_integrity()
         self.decoder.check()
 
