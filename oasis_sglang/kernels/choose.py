@@ -28,8 +28,11 @@ AGREEMENT = 2e-2
 
 
 class Choice(NamedTuple):
+    """`seconds` of a layer by FlashInfer and by Triton, where both were timed."""
+
     ops: AttentionOps
     reason: str
+    seconds: tuple[float, float] | None = None
 
 
 class Trial(NamedTuple):
@@ -144,9 +147,9 @@ def choose_ops(
     ours = seconds(functools.partial(trial.run, triton)) / LAYERS
     name = "FlashInfer" if theirs < ours else "Triton"
     times = f"{theirs * 1e6:.1f} µs with FlashInfer, {ours * 1e6:.1f} µs with Triton"
-    return _chosen(rival if theirs < ours else triton, f"{name}: a layer takes {times}")
+    return _chosen(rival if theirs < ours else triton, f"{name}: a layer takes {times}", (theirs, ours))
 
 
-def _chosen(ops: AttentionOps, reason: str) -> Choice:
+def _chosen(ops: AttentionOps, reason: str, seconds: tuple[float, float] | None = None) -> Choice:
     logger.info("attention by %s", reason)
-    return Choice(ops, reason)
+    return Choice(ops, reason, seconds)

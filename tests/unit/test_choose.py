@@ -57,6 +57,7 @@ def test_the_faster_one_is_chosen() -> None:
     faster, _ = choose(rival, [80e-6, 160e-6])
     assert faster.ops is rival
     assert faster.reason == "FlashInfer: a layer takes 10.0 µs with FlashInfer, 20.0 µs with Triton"
+    assert faster.seconds == (10e-6, 20e-6)
     slower, triton = choose(rival, [160e-6, 80e-6])
     assert slower.ops is triton
     assert slower.reason.startswith("Triton: a layer takes 20.0 µs with FlashInfer")
