@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_copies import Copies
-from benchmarks.gpu_implementations import Attend, implementations
+from benchmarks.gpu_implementations import Attend, chosen, implementations
 from benchmarks.gpu_scale import Scale, scale_of
 from benchmarks.gpu_stage import Item
 from benchmarks.gpu_timer import Timer
@@ -33,7 +33,7 @@ def items(tiny: bool) -> list[Item]:
     scale = scale_of(tiny)
     bench = Bandwidth(scale)
     batches = (1, 2) if tiny else (1, 8, 32, 128)
-    found = [Item("copies", 6.0, bench.copies)]
+    found = [Item("copies", 6.0, bench.copies), Item("attention chosen", 20.0, partial(chosen, scale))]
     for name, attend in implementations(scale).items():
         for n in batches:
             found.append(Item(f"attend {name} n={n}", 4.0, partial(bench.attend, attend, n, scale.budget)))

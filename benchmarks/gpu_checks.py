@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_check_memory, gpu_check_pages, gpu_check_place
+from benchmarks.gpu_implementations import TRITON, Attend, implementations
 from benchmarks.gpu_scale import Scale, scale_of
 from benchmarks.gpu_stage import Item
 from benchmarks.gpu_verdict import both, near
@@ -26,6 +27,11 @@ NOWHERE = -(1 << 40)
 def items(tiny: bool) -> list[Item]:
     scale = scale_of(tiny)
     found = [Item(f"attend {_name(case)}", 6.0, partial(check_attend, scale, case)) for case in scale.attend_cases]
+    for name, other in implementations(scale).items():
+        if name != TRITON:
+            for at, case in enumerate(_worked(scale)):  # the first of them waits for a compiler
+                run = partial(check_implementation, scale, case, name, other)
+                found.append(Item(f"attend {name} {_name(case)}", 3.0 if at else 60.0, run))
     found.append(Item("prefill", 3.0, partial(check_prefill, scale)))
     return [*found, *gpu_check_pages.items(scale), *gpu_check_memory.items(scale), *gpu_check_place.items(scale)]
 
@@ -33,6 +39,13 @@ def items(tiny: bool) -> list[Item]:
 def _name(case: Shape) -> str:
     kv, dim, page, group, t, batch = case
     return f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
+
+
+def _worked(scale: Scale) -> list[Shape]:
+    """Decode steps and verified chains of the worked shape's dtype and head dim: more would compile for minutes."""
+    group = scale.query_heads // scale.kv_heads
+    sizes = ((1, scale.sequences), (1, 3), (4, 3), (8, scale.sequences))
+    return [(scale.dtype, scale.head_dim, scale.page, group, t, n) for t, n in sizes]
 
 
 class AttendCase:
@@ -100,6 +113,13 @@ def check_attend(scale: Scale, case: Shape) -> dict[str, Any]:
     if made.q.numel() * made.table.numel() < 1 << 30:
         verdicts.append(near(["attend"], f"{_name(case)}, logs", lse, made.expected_logs(), bound))
     return both(*verdicts)
+
+
+def check_implementation(scale: Scale, case: Shape, name: str, other: Attend) -> dict[str, Any]:
+    """What attends beside our kernel: no function of ours, so none is named."""
+    made = AttendCase(scale, case)
+    call = other(made.q, made.k, made.v, made.table, made.tokens, made.page, made.factor)
+    return near([], f"{name} {_name(case)}", call(), made.expected(), BOUNDS[made.q.dtype])
 
 
 def check_prefill(scale: Scale) -> dict[str, Any]:

@@ -1,14 +1,22 @@
-"""What attends on this machine, each with its memory and launch plans made beforehand."""
+"""What attends on this machine, each with its memory and launch plans made beforehand; and what a server would take."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from benchmarks.gpu_scale import Scale
+from oasis_sglang.attention.ops import TableLayout
 from oasis_sglang.kernels.attend import attend, workspace_size
+from oasis_sglang.kernels.attention_shape import AttentionShape
+from oasis_sglang.kernels.choose import choose_ops, why_no_flashinfer
+from oasis_sglang.kernels.flashinfer import FlashInferOps
+from oasis_sglang.kernels.ops import TritonOps
+
+TRITON, FLASHINFER = "triton", "flashinfer"
 
 
 class Attend(Protocol):
@@ -41,5 +49,69 @@ def triton(
     return lambda: attend(q, k_rows, v_rows, table, tokens, page_size, scale, out=out, work=work)
 
 
+class FlashInfer:
+    """Calls with the same lengths are layers of one step, which measures its lengths once."""
+
+    def __init__(self) -> None:
+        self._shape: AttentionShape | None = None
+        self._tokens = torch.empty(0)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_rows: torch.Tensor,
+        v_rows: torch.Tensor,
+        table: torch.Tensor,
+        tokens: torch.Tensor,
+        page_size: int,
+        scale: float,
+    ) -> Callable[[], torch.Tensor]:
+        n, t, query_heads, dim = q.shape
+        heads, columns = table.shape[1:]
+        shape = AttentionShape(
+            query_heads=query_heads,
+            kv_heads=heads,
+            head_dim=dim,
+            page_size=page_size,
+            columns=columns,
+            tokens=columns * page_size,
+            batch=n,
+            queries=t,
+            dtype=q.dtype,
+            kv_dtype=k_rows.dtype,
+        )
+        if shape != self._shape:
+            self._shape, self._ops = shape, FlashInferOps(shape, q.device)
+            self._ops.plan(n, t)
+        if tokens is not self._tokens:
+            self._tokens = tokens
+            self._layout = TableLayout(tokens, columns, page_size, t, q.dtype)
+        return functools.partial(self._ops.attend, q, k_rows, v_rows, table, self._layout, scale)
+
+
 def implementations(scale: Scale) -> dict[str, Attend]:
-    return {"triton": triton}
+    """By name; FlashInfer where the device is NVIDIA's and it can be imported."""
+    on_nvidia = scale.device.type == "cuda" and torch.version.hip is None
+    rivals: dict[str, Attend] = {FLASHINFER: FlashInfer()} if on_nvidia and why_no_flashinfer() is None else {}
+    return {TRITON: triton, **rivals}
+
+
+def chosen(scale: Scale) -> dict[str, Any]:
+    """What a server would take for the worked shape's steps, and why."""
+    shape = AttentionShape(
+        query_heads=scale.query_heads,
+        kv_heads=scale.kv_heads,
+        head_dim=scale.head_dim,
+        page_size=scale.page,
+        columns=scale.budget // scale.page + 1,
+        tokens=scale.budget + scale.page,
+        batch=scale.sequences,
+        queries=1,
+        dtype=scale.dtype,
+        kv_dtype=scale.dtype,
+    )
+    choice = choose_ops(TritonOps(), shape, scale.device)
+    found = {"chosen": FLASHINFER if isinstance(choice.ops, FlashInferOps) else TRITON, "reason": choice.reason}
+    if choice.seconds is not None:
+        found["flashinfer_seconds"], found["triton_seconds"] = choice.seconds
+    return found

@@ -7,7 +7,6 @@ is told to; the figures of those that ended are kept, whatever becomes of the ot
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -40,37 +39,48 @@ class Stage(NamedTuple):
 
 
 def serve(connection: Connection, module: str, tiny: bool) -> None:
-    """The child: list the items, then run those that are asked for until there is nothing more to ask."""
+    """The child: list the items, or say why not, then run those that are asked for until there is nothing more to
+    ask."""
     gpu_bare.stand_in()
-    items = {item.name: item for item in importlib.import_module(module).items(tiny)}
+    try:
+        items = {item.name: item for item in importlib.import_module(module).items(tiny)}
+    except Exception:
+        connection.send(traceback.format_exc(limit=-5))
+        return
     connection.send([(item.name, item.seconds) for item in items.values()])
     while (name := connection.recv()) is not None:
+        figures, trouble, lost = None, "", ""
         try:
-            answer: tuple[Any, str, bool] = (items[name].run(), "", False)
+            figures = items[name].run()
+            _wait()  # what it left running would fail in the next item
         except Exception:
-            answer = (None, traceback.format_exc(limit=-5), _device_is_lost())
-        connection.send(answer)
-        _free()
+            trouble, lost = traceback.format_exc(limit=-5), _why_lost()
+        connection.send((figures, f"{trouble}{lost}", bool(lost)))
+        if not lost:
+            _free()
 
 
-def _device_is_lost() -> bool:
-    """After an access to memory that is not there, every later call fails too."""
+def _wait() -> None:
     import torch
 
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _why_lost() -> str:
+    """After an access to memory that is not there, every later call fails too: with what, or nothing."""
     try:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
+        _wait()
+    except RuntimeError as error:
+        return f"and the device is lost to its process: {error}\n"
+    return ""
 
 
 def _free() -> None:
     import torch
 
     gc.collect()
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 class Worker:
@@ -143,7 +153,9 @@ class StageRun:
             listed = self._worker.receive(self._left)
         except (EOFError, TimeoutError) as error:
             why = "did not start in time" if isinstance(error, TimeoutError) else "ended at its start; see above"
-            self.outcome["failed"]["start"] = f"the stage's process {why}"
+            listed = f"the stage's process {why}"
+        if isinstance(listed, str):
+            self.outcome["failed"]["start"] = listed
             self._waiting = []
             return False
         self._waiting = [item for item in listed if item[0] not in self._settled]

@@ -41,12 +41,18 @@ def _checks(results: dict[str, Any]) -> list[Row]:
 
 
 def _bandwidths(results: dict[str, Any]) -> list[Row]:
-    """Each kernel's bytes per second against the copy that bounds it; a product beside fetching against it alone."""
+    """Each kernel's bytes per second against the copy that bounds it; a product beside fetching against it alone; and a
+    step's attention by FlashInfer against Triton's, where a server would try both."""
     rows = []
+    taken = _of(results, "bandwidth").get("attention chosen", {}).get("chosen")
     for name, x in _of(results, "bandwidth").items():
         if "of_copy" in x:
             against = x["bytes_per_second"] / x["of_copy"]
-            rows.append(_row(f"{name} / copy", x["bytes_per_second"] / 1e9, against / 1e9, "GB/s"))
+            mark = ", chosen" if name.startswith(f"attend {taken} ") else ""
+            rows.append(_row(f"{name}{mark} / copy", x["bytes_per_second"] / 1e9, against / 1e9, "GB/s"))
+        elif "flashinfer_seconds" in x:
+            what = f"a layer's attention, {taken} chosen: flashinfer / triton"
+            rows.append(_row(what, x["flashinfer_seconds"] * 1e6, x["triton_seconds"] * 1e6, "µs"))
         elif "slower" in x:
             rows.append(_row(f"{name} / alone", x["beside_seconds"] * 1e3, x["alone_seconds"] * 1e3, "ms"))
     return rows
@@ -70,9 +76,11 @@ def _place(x: dict[str, Any]) -> tuple[int, int]:
 
 
 def show(report: Report) -> None:
-    caption = (
-        "" if report.results["times_mean_something"] else "On a CPU, interpreted: times and their ratios mean nothing."
-    )
+    taken = _of(report.results, "bandwidth").get("attention chosen")
+    lines = [f"Decode steps attend by {taken['reason']}."] if taken is not None else []
+    if not report.results["times_mean_something"]:
+        lines.append("On a CPU, interpreted: times and their ratios mean nothing.")
+    caption = " ".join(lines)
     rows = [(x["what"], x["measured"], x["against"], x["unit"], x["ratio"]) for x in report.results["ratios"]]
     title = report.results["device"].get("name", "no GPU") if not report.results["tiny"] else "CPU, tiny shapes"
     report.table(f"GPU kernels: {title}", ("what / against", "measured", "against", "unit", "ratio"), rows, caption)

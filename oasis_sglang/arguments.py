@@ -95,6 +95,8 @@ def apply(server_args: Any, config: OasisConfig) -> None:
             f"""--page-size {config.page_size} or --oasis-config '{{"page_size": {server_args.page_size}}}'"""
         )
     server_args.page_size = config.page_size
+    # SGLang captures prompt chunks too, on CUDA; graphs of decode steps and the overlap scheduler stay as they are.
+    server_args.disable_prefill_cuda_graph = True
     if server_args.speculative_algorithm is not None:
         _default_chain(server_args)
 

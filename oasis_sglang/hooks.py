@@ -154,6 +154,24 @@ HOOKS: tuple[Hook, ...] = (
         "once per forward pass",
     ),
     Hook(
+        f"{_SRT}layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_out_graph",
+        Kind.SUBCLASS,
+        ("self", "forward_batch", "in_capture"),
+        "what a graph is captured or replayed for",
+    ),
+    Hook(
+        f"{_SRT}layers.attention.base_attn_backend.AttentionBackend.shared_read_ends",
+        Kind.SUBCLASS,
+        ("self", "fm"),
+        "when the overlap scheduler may change what a step uses",
+    ),
+    Hook(
+        f"{_SRT}models.utils.enable_fused_set_kv_buffer",
+        Kind.AROUND,
+        ("forward_batch",),
+        "no model writes to the pool by slot",
+    ),
+    Hook(
         f"{_SRT}mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
         Kind.SUBCLASS,
         ("self",),

@@ -49,6 +49,7 @@ def handlers() -> dict[str, Any]:
         "build_eagle_verify_input": _copy_repeats,
         "eagle_sample": _accept_none_in_probe,
         "DraftBackendFactory._create_backend": _offer_draft_backend,
+        "enable_fused_set_kv_buffer": _writes_kv_itself,
         **{path.rsplit(".", 1)[1]: spec_ops.on_cpu(path) for path in spec_ops.AROUND},
     }
     found = {}
@@ -105,7 +106,8 @@ def _resolve_once(original: Any, self: Any) -> None:
             validate.check_model(model)
         raise
     view, model = resolving_view(self), model_config_of(self)
-    validate.check_device(view.device)
+    validate.check_device(view, config)
+    validate.check_graphs(view.cuda_graph_config)
     validate.check_speculation(view, config)
     validate.check_model(model)
     validate.check_layers(config, model.num_hidden_layers)
@@ -143,6 +145,11 @@ def _resolve_kv_pool_class(original: Any, self: Any, *, kind: str, default: type
 
     metrics.install_log_parts()
     return OasisKVPool
+
+
+def _writes_kv_itself(original: Any, forward_batch: Any) -> bool:
+    # Some models write K and V of new tokens to the pool where they turn them, by slot: on CUDA, in bfloat16.
+    return bool(original(forward_batch)) if coordinator.active() is None else False
 
 
 def _release_page_ids(self: Any, *page_ids: Any) -> None:

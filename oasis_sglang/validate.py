@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from oasis_sglang.config import ConfigError, OasisConfig
+
+logger = logging.getLogger(__name__)
 
 # Of SGLang's choices, those that keep KV in a dtype that models compute in.
 KV_DTYPES = ("auto", "bf16", "bfloat16")
@@ -66,6 +69,17 @@ REFUSALS = (
     Refusal("dllm_algorithm", (None,), "start without --kv-backend for diffusion language models"),
     Refusal("enable_deterministic_inference", (False, None), _LEAVE_OUT),
     Refusal("kv_canary", ("none", None, "off", False), _LEAVE_OUT),
+)
+
+
+# On a GPU.
+GPU_REFUSALS = (
+    Refusal(
+        "speculative_algorithm",
+        (None,),
+        f"{_LEAVE_OUT}; the draft model's attention works on CPU hosts only",
+    ),
+    Refusal("enable_torch_compile", (None, False), f"{_LEAVE_OUT}: decode steps are CUDA graphs already"),
 )
 
 
@@ -169,17 +183,70 @@ def check_kv_dtype(kv_dtype: Any, model_dtype: Any) -> None:
         )
 
 
-def check_device(device: str | None) -> None:
-    """Raise where the kernels do not exist yet.
+def check_graphs(config: Any) -> None:
+    """Raise for graphs that attention cannot be part of.
+
+    Args:
+        config: SGLang's resolved `cuda_graph_config`.
 
     Raises:
-        ConfigError: for anything but a CPU host.
+        ConfigError: naming the flag, the value and what works instead.
     """
-    if device != "cpu":
+    prefill, decode = config.prefill.backend, config.decode.backend
+    if prefill != "disabled":
         raise ConfigError(
-            f"--device={device} does not work with --kv-backend oasis: this release has attention kernels for CPU "
-            "hosts only. Use --device cpu, or start without --kv-backend."
+            f"--cuda-graph-backend-prefill={prefill} does not work with --kv-backend oasis: a prompt chunk's prefix "
+            "comes from the host pool, as long as it is. Leave the flag out, or use disabled"
         )
+    if decode not in ("full", "disabled"):
+        raise ConfigError(
+            f"--cuda-graph-backend-decode={decode} does not work with --kv-backend oasis: use full or disabled"
+        )
+
+
+def check_device(server_args: Any, config: OasisConfig) -> None:
+    """Raise for devices without kernels, and on a GPU for what only a CPU host does.
+
+    Args:
+        server_args: as SGLang resolved them.
+
+    Raises:
+        ConfigError: naming the flag, the value and what works instead.
+    """
+    device = server_args.device
+    if device == "cpu":
+        return
+    works = "Use an NVIDIA GPU (--device cuda) or a host without a GPU (--device cpu), or start without --kv-backend."
+    if device != "cuda":
+        raise ConfigError(f"--device={device} does not work with --kv-backend oasis: there are no kernels. {works}")
+    import torch
+
+    if torch.version.hip is not None:
+        raise ConfigError(
+            f"--device={device} on an AMD GPU does not work with --kv-backend oasis: its kernels were never compiled "
+            f"for one. {works}"
+        )
+    for refusal in GPU_REFUSALS:
+        value = getattr(server_args, refusal.field, None)
+        if value not in refusal.fine:
+            raise ConfigError(
+                f"{_flag(refusal.field)}={value} does not work with --kv-backend oasis on a GPU: {refusal.instead}"
+            )
+    for key, value, refused in (("probe", "true", config.probe), ("predictor", "draft", config.predictor == "draft")):
+        if refused:
+            raise ConfigError(
+                f"--oasis-config: {key}={value} needs drafts, which work on CPU hosts only; leave {key} out"
+            )
+    from oasis_sglang.kernels.device_step import require_supported
+
+    try:
+        require_supported(config, chain=1)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    logger.warning(
+        "--kv-backend oasis has not been run on any GPU yet: its kernels were interpreted on CPUs and compiled for "
+        "NVIDIA GPUs (sm_80, sm_90, sm_100), no more. Compare its answers with those of a server without --kv-backend."
+    )
 
 
 def check_model(model_config: Any) -> None:

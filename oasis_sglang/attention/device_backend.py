@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
 from oasis_sglang import metrics
 from oasis_sglang.attention.backend import OasisAttnBackend
 from oasis_sglang.memory_pool.device_tier import DevicePlan, DeviceTier
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -27,9 +29,10 @@ class DeviceAttnBackend(OasisAttnBackend):
         tier, page = cast(DeviceTier, self.tier), self.page_size
         metrics.refresh()
         indices, lengths = batch.req_pool_indices, batch.seq_lens
-        size = indices.numel()
-        if in_capture:  # nothing of a capture's batch is real
-            indices, lengths = indices[:0], lengths[:0]
+        size, slots = indices.numel(), batch.out_cache_loc
+        # Nothing of a capture's batch is real. Of a replay's, rows and lengths are padded, and slots are not.
+        real = 0 if in_capture else min(size, slots.numel() // new)
+        indices, lengths = indices[:real], lengths[:real]
         there = lengths > 0
         rows = self.coordinator.known_rows(indices).masked_fill(~there, -1)
         if new > 1:
@@ -39,11 +42,15 @@ class DeviceAttnBackend(OasisAttnBackend):
         if longest is not None and longest.numel():  # the host knows how much of the table it needs
             most = min(most, -(-(int(longest.max()) + new) // page) * page)
         table = self.req_to_token_pool.req_to_token[indices, :most:page] // page
-        slots = batch.out_cache_loc[: indices.numel() * new]
-        plan = tier.plan_decode(rows, lengths, slots, table, new, padded=size, graph=graph)
+        plan = tier.plan_decode(rows, lengths, slots[: real * new], table, new, padded=size, graph=graph)
         if new > 1 and not in_capture:
             self.coordinator.verifying(plan)  # here, since a replay runs none of the layers' code
         return plan
+
+    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
+        """The overlap scheduler may free and reuse working sets only behind the step that runs: its layers read and
+        write their maps to the end. A step that is a graph ends with its replay, of everything else all is awaited."""
+        return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     # -- graphs -------------------------------------------------------------------------------------------------------
 
@@ -56,8 +63,8 @@ class DeviceAttnBackend(OasisAttnBackend):
         decoder = cast(DeviceTier, self.tier).decoder
         if max_bs > decoder.batch or max_num_tokens > decoder.batch * decoder.chain:
             raise ValueError(
-                f"--cuda-graph-max-bs={max_bs} ({max_num_tokens} tokens) is more than --kv-backend oasis has memory "
-                f"for: {decoder.batch} sequences with {decoder.chain} tokens each. Lower it, or raise "
+                f"--cuda-graph-max-bs-decode={max_bs} ({max_num_tokens} tokens) is more than --kv-backend oasis has "
+                f"memory for: {decoder.batch} sequences with {decoder.chain} tokens each. Lower it, or raise "
                 "--max-running-requests."
             )
 
@@ -69,7 +76,7 @@ class DeviceAttnBackend(OasisAttnBackend):
             raise NotImplementedError(f"the oasis backend has no graph of forward mode {mode.name}")
         new = 1
         if mode.is_target_verify():
-            new = forward_batch.out_cache_loc.numel() // forward_batch.req_pool_indices.numel()
+            new = forward_batch.input_ids.numel() // forward_batch.batch_size
         self._plan = self._plan_decode(forward_batch, new, graph=True, in_capture=in_capture)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -28,8 +28,11 @@ AGREEMENT = 2e-2
 
 
 class Choice(NamedTuple):
+    """`seconds` of a layer by FlashInfer and by Triton, where both were timed."""
+
     ops: AttentionOps
     reason: str
+    seconds: tuple[float, float] | None = None
 
 
 class Trial(NamedTuple):
@@ -133,20 +136,20 @@ def choose_ops(
     want = trial.run(triton).float()
     try:
         rival = build(shape, device)
-        got = trial.run(rival).float()
+        off = float((trial.run(rival).float() - want).abs().amax() / want.abs().amax())
+        if not off <= AGREEMENT:
+            logger.warning("FlashInfer's answer at %s differs from Triton's by %.3g of the largest value", shape, off)
+            return _chosen(triton, "Triton: FlashInfer answers otherwise")
+        theirs = seconds(functools.partial(trial.run, rival)) / LAYERS
     except Exception as error:  # no compiler for its kernels, or a device that they do not run on
         logger.warning("FlashInfer failed at %s", shape, exc_info=True)
         return _chosen(triton, f"Triton: FlashInfer failed ({type(error).__name__}: {error})")
-    off = float((got - want).abs().amax() / want.abs().amax())
-    if not off <= AGREEMENT:
-        logger.warning("FlashInfer's answer at %s differs from Triton's by %.3g of the largest value", shape, off)
-        return _chosen(triton, "Triton: FlashInfer answers otherwise")
-    theirs, ours = (seconds(functools.partial(trial.run, ops)) / LAYERS for ops in (rival, triton))
+    ours = seconds(functools.partial(trial.run, triton)) / LAYERS
     name = "FlashInfer" if theirs < ours else "Triton"
     times = f"{theirs * 1e6:.1f} µs with FlashInfer, {ours * 1e6:.1f} µs with Triton"
-    return _chosen(rival if theirs < ours else triton, f"{name}: a layer takes {times}")
+    return _chosen(rival if theirs < ours else triton, f"{name}: a layer takes {times}", (theirs, ours))
 
 
-def _chosen(ops: AttentionOps, reason: str) -> Choice:
+def _chosen(ops: AttentionOps, reason: str, seconds: tuple[float, float] | None = None) -> Choice:
     logger.info("attention by %s", reason)
-    return Choice(ops, reason)
+    return Choice(ops, reason, seconds)

@@ -26,7 +26,7 @@ from oasis_sglang.kernels.attend import MAX_QUERIES
 from oasis_sglang.kernels.attention_shape import AttentionShape
 from oasis_sglang.kernels.launch import multiprocessors
 from oasis_sglang.kernels.ops import TritonOps
-from oasis_sglang.kernels.page_lists import PageListBuffers
+from oasis_sglang.kernels.page_lists import PageListBuffers, page_list_bytes
 
 # What its kernels are made for: dimensions whose partial results the merge knows, queries of two bytes, and a group
 # that is one tile of query rows.
@@ -182,3 +182,18 @@ def int_work_size(requests: int, queries: int, device: torch.device) -> int:
     one of one for each query token. No more than two blocks are launched per request, or those that fill the device."""
     launched = max(2 * requests, blocks(device))
     return 16 * launched + 8 * requests + 4 * requests * queries + 1024
+
+
+def memory_bytes(batch: int, queries: int, kv_heads: int, columns: int, device: torch.device) -> int:
+    """Of `FlashInferOps` on the device, once every number of sequences was planned with one query token and with the
+    most: page lists, partial results, and for each plan what it is and where its queries lie (`qo_indptr`).
+
+    Args:
+        batch, queries, kv_heads, columns: as in `AttentionShape`.
+    """
+    plans = sum(
+        int_work_size(n * kv_heads, t, device) + 4 * (n * kv_heads + 1)
+        for n in range(1, batch + 1)
+        for t in {1, queries}
+    )
+    return page_list_bytes(batch * kv_heads, columns) + FLOAT_WORK + plans

@@ -30,6 +30,11 @@ class PageLists(NamedTuple):
     last_page_len: torch.Tensor  # [n * H]
 
 
+def page_list_bytes(requests: int, columns: int) -> int:
+    """Of `PageListBuffers`: `indptr` and `last_page_len`, and for each entry itself, its place and where it is from."""
+    return 4 * (2 * requests + 1) + requests * columns * (4 + 8 + 8)
+
+
 class PageListBuffers:
     """Memory for the lists of the largest step; a smaller step's are the first part of it."""
 

@@ -9,6 +9,7 @@ import torch
 
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.kernels import attend, score
+from oasis_sglang.kernels.attention_shape import AttentionShape
 from oasis_sglang.kernels.launch import pow2
 from oasis_sglang.kernels.select import Selected
 from oasis_sglang.memory_pool.sizing import PoolGeometry
@@ -71,6 +72,26 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
         return max(
             attend.workspace_size(n, self.chain, self.query_heads, g.kv_heads, g.head_dim, columns, g.page_size, device)
             for n in range(1, self.batch + 1)
+        )
+
+    def attention(self, dtype: torch.dtype) -> AttentionShape:
+        """What the largest step asks of attention: budget and tail of a sparse sequence, and what its chain adds.
+
+        Args:
+            dtype: of queries, K and V.
+        """
+        g = self.geometry
+        return AttentionShape(
+            query_heads=self.query_heads,
+            kv_heads=g.kv_heads,
+            head_dim=g.head_dim,
+            page_size=g.page_size,
+            columns=self.table_columns,
+            tokens=(self.budget_pages + 1) * g.page_size + self.chain - 1,
+            batch=self.batch,
+            queries=self.chain,
+            dtype=dtype,
+            kv_dtype=dtype,
         )
 
 

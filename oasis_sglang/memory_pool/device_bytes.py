@@ -28,6 +28,7 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rows: most requests at once. batch: most sequences in a decode step, padding included.
         query_heads: of this rank. chain: most new tokens of a sequence in a step.
+        flashinfer: decode steps attend with FlashInfer's kernels, not with Triton's.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True):
     query_heads: int
     chain: int
     context_len: int
+    flashinfer: bool = False
 
     def shape(self, config: OasisConfig, geometry: PoolGeometry) -> StepShape:
         from oasis_sglang.kernels.step_state import StepShape
@@ -68,8 +70,17 @@ def map_bytes(config: OasisConfig, geometry: PoolGeometry, load: DeviceLoad) -> 
     return load.rows * (width + 1) * INT64 + lanes * (2 * width + longest) * INT32
 
 
+def attention_bytes(shape: StepShape, flashinfer: bool, device: torch.device) -> int:
+    """Of what attention in decode steps works in."""
+    if not flashinfer:
+        return shape.attend_work(device) * FLOAT32
+    from oasis_sglang.kernels.flashinfer import memory_bytes
+
+    return memory_bytes(shape.batch, shape.chain, shape.geometry.kv_heads, shape.table_columns, device)
+
+
 def step_bytes(shape: StepShape, device: torch.device) -> int:
-    """Of the buffers and workspaces of steps, attention's included."""
+    """Of the buffers and workspaces of steps, attention's aside."""
     g, n, t, k = shape.geometry, shape.batch, shape.chain, shape.budget_pages
     heads, layers, columns = g.kv_heads, g.layers, shape.sequence_pages
     inputs = 2 * (n * (8 + columns + 3 * t) * INT64 + INT32)
@@ -79,8 +90,7 @@ def step_bytes(shape: StepShape, device: torch.device) -> int:
     power = 1 << max(k - 1, 0).bit_length()
     choosing = n * heads * (power + k + 5 * shape.cap) * INT64 + layers * 2 * n * heads * INT32
     counts = 4 * INT64 + INT32
-    attending = shape.attend_work(device) * FLOAT32
-    total = inputs + tables + tokens + scoring + choosing + counts + attending
+    total = inputs + tables + tokens + scoring + choosing + counts
     if shape.ahead:
         total += n * heads * (k + 1) * INT64 + layers * shape.rows * heads * k * INT32 + (shape.rows + 1) * INT64
     if shape.late:
@@ -108,9 +118,11 @@ def device_memory(
         available: bytes of the device that are free for all of it.
     """
     constants = (2 * geometry.kv_heads + len(geometry.sketch)) * INT64  # head numbers, dimensions of sketches
+    shape = load.shape(config, geometry)
     work = (
         map_bytes(config, geometry, load)
-        + step_bytes(load.shape(config, geometry), device)
+        + step_bytes(shape, device)
+        + attention_bytes(shape, load.flashinfer, device)
         + staging_bytes(geometry, load.context_len)
         + constants
     )

@@ -51,12 +51,17 @@ class OasisKVPool(HndPool):
             ops: AttentionOps = create_cpu_ops()
         else:
             from oasis_sglang.kernels.ops import TritonOps
+            from oasis_sglang.memory_pool.device_attention import create_attention
             from oasis_sglang.memory_pool.device_tier import DeviceTier
 
-            device = self.k_buffer[0].device
-            work = torch.zeros(setup.load.shape(setup.config, setup.geometry).attend_work(device), device=device)
-            ops = TritonOps(work)
-            kind = functools.partial(DeviceTier, query_heads=setup.load.query_heads, batch=setup.load.batch)
+            load, device = setup.load, self.k_buffer[0].device
+            ops = TritonOps()
+            kind = functools.partial(
+                DeviceTier,
+                query_heads=load.query_heads,
+                batch=load.batch,
+                decode_ops=create_attention(load, setup.config, setup.geometry, self.dtype, device),
+            )
         return kind(
             setup.config,
             setup.geometry,

@@ -56,13 +56,18 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     if not on_host:
         heads = model.num_attention_heads // parallel.attn_tp_size
         load = DeviceLoad(rows=most, batch=most, query_heads=heads, chain=chain, context_len=model.context_len)
+        # Here: it brings in triton. Before memory is measured: what it was tried with is free again then.
+        from oasis_sglang.memory_pool.device_attention import choose_attention
+
+        device = torch.device(configurator.device)
+        load = choose_attention(load, config, geometry, configurator.kv_cache_dtype, device)
         on_device = device_memory(
             config,
             geometry,
             load,
             available=configurator._profile_available_bytes(free_before_weights),
             draft_token_bytes=draft,
-            device=torch.device(configurator.device),
+            device=device,
         )
     plan = plan_pools(
         config,

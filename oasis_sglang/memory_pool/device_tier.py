@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from oasis_sglang.attention.ops import AttentionOps
 from oasis_sglang.kernels.backup import backup
 from oasis_sglang.kernels.device_step import DeviceDecode
 from oasis_sglang.kernels.gather import gather
@@ -30,10 +31,19 @@ class DeviceTier(KVTier):
     """A `KVTier` whose decode steps are those of `DeviceDecode`. Everything is issued on one stream, in order; what
     steps do beside it is fenced before pages change hands."""
 
-    def __init__(self, *args: Any, query_heads: int, batch: int, streams: Streams | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        query_heads: int,
+        batch: int,
+        decode_ops: AttentionOps | None = None,
+        streams: Streams | None = None,
+        **kwargs: Any,
+    ) -> None:
         """
         Args:
             query_heads: of this rank. batch: most sequences in a decode step, padding included.
+            decode_ops: what decode steps attend with, made for their shapes; None for `ops`, with which extends do.
             streams: None for those of the device.
             args, kwargs: of `KVTier`; the device pool is contiguous.
 
@@ -41,6 +51,7 @@ class DeviceTier(KVTier):
             ValueError: what only a CPU host does (see `DeviceDecode`).
         """
         self._query_heads, self._batch, self._streams = query_heads, batch, streams
+        self._decode_ops = decode_ops
         super().__init__(*args, **kwargs)
 
     def _init_steps(self, k_pages: list[torch.Tensor], v_pages: list[torch.Tensor]) -> None:
@@ -52,7 +63,7 @@ class DeviceTier(KVTier):
             summaries=self.summaries,
             k_pages=k_pages,
             v_pages=v_pages,
-            ops=self.ops,
+            ops=self.ops if self._decode_ops is None else self._decode_ops,
             query_heads=self._query_heads,
             batch=self._batch,
             chain=self.chain,
@@ -117,6 +128,7 @@ class DeviceTier(KVTier):
         return 0
 
     def check_integrity(self) -> None:
+        self._fence()  # what a step does beside compute may still change the maps
         super().check_integrity()
         self.decoder.check()
 

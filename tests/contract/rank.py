@@ -56,10 +56,12 @@ class Rank:
         need_sort: bool = False,
         chain: int = 1,
         on_device: bool = False,
+        flashinfer: bool = False,
     ) -> None:
         """
         Args:
             on_device: steps are done by kernels, as where a device has memory of its own.
+            flashinfer: FlashInfer was chosen to attend in them.
         """
         geometry = PoolGeometry(
             layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, itemsize=4, page_size=PAGE, sketch=slow_half(DIM)
@@ -74,7 +76,9 @@ class Rank:
             local_ranks=1,
             chain=chain,
         )
-        load = DeviceLoad(rows=rows, batch=rows, query_heads=QUERY_HEADS, chain=chain, context_len=512)
+        load = DeviceLoad(
+            rows=rows, batch=rows, query_heads=QUERY_HEADS, chain=chain, context_len=512, flashinfer=flashinfer
+        )
         self.setup = Setup(config, geometry, plan, rows, 512, chain, load if on_device else None)
         coordinator.prepare(self.setup)
         self.pool = make_pool(plan.host_tokens)

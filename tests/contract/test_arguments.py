@@ -62,14 +62,41 @@ def test_flags_and_json(prepare: Prepare) -> None:
 
 
 def test_only_our_fields_differ_with_the_flag(prepare: Prepare, stock: dict[str, Any]) -> None:
-    """Resolution with the flag changes the attention backend and the page size, and nothing behind the user's back."""
+    """Resolution with the flag changes the attention backend, the page size and graphs of prompt chunks, and nothing
+    behind the user's back."""
     record = prepare("--kv-backend", "oasis")
     assert msgspec.structs.asdict(record) == stock["fields"], "the command line is kept as it was given"
     record.resolve_once()
     resolved = record.resolved_dict()
     changed = {name for name, value in resolved.items() if value != stock["resolved"][name]}
     assert (resolved["attention_backend"], resolved["page_size"]) == ("oasis", 16)
-    assert changed <= {"attention_backend", "page_size", "prefill_attention_backend", "decode_attention_backend"}
+    backends = {"attention_backend", "prefill_attention_backend", "decode_attention_backend"}
+    assert changed <= {*backends, "page_size", "disable_prefill_cuda_graph"}
+
+
+def test_a_gpu_keeps_decode_graphs_and_overlap(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what SGLang does on CUDA, only graphs of prompt chunks go, and with them the sizing of pools after graphs were
+    captured, which would be of SGLang's pool."""
+    from sglang.srt.arg_groups.overrides import post_capture_kv_sizing_planned
+    from sglang.srt.model_executor import cuda_graph_config
+
+    monkeypatch.setattr(cuda_graph_config, "default_prefill_backend", lambda: "breakable")  # as CUDA has it
+    flags = ["--device", "cuda", "--mem-fraction-static", "0.8"]
+    stock = prepare(*flags, "--attention-backend", "triton")
+    stock.resolve_once()
+    assert stock.resolved_dict()["cuda_graph_config"]["prefill"]["backend"] == "breakable"
+    record = prepare("--kv-backend", "oasis", *flags)
+    record.resolve_once()
+    ours, theirs = record.resolved_dict(), stock.resolved_dict()
+    assert ours["cuda_graph_config"]["prefill"]["backend"] == "disabled"
+    assert ours["cuda_graph_config"]["decode"] == theirs["cuda_graph_config"]["decode"]
+    assert ours["cuda_graph_config"]["decode"]["backend"] == "full"
+    assert ours["disable_overlap_schedule"] is theirs["disable_overlap_schedule"] is False
+    assert not post_capture_kv_sizing_planned(record)
+    without = prepare("--kv-backend", "oasis", "--disable-cuda-graph", "--disable-overlap-schedule", *flags)
+    without.resolve_once()
+    assert without.resolved_dict()["cuda_graph_config"]["decode"]["backend"] == "disabled"
+    assert without.resolved_dict()["disable_overlap_schedule"]
 
 
 @pytest.mark.parametrize("value", ['{"token_budget": 512}', {"token_budget": 512}], ids=["text", "mapping"])

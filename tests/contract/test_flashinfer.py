@@ -26,22 +26,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     return stand_in(monkeypatch)
 
 
-def shape_of(case: Case, **more: Any) -> AttentionShape:
-    n, t, query_heads, dim = case.q.shape
-    return AttentionShape(
-        query_heads=query_heads,
-        kv_heads=case.heads,
-        head_dim=dim,
-        page_size=case.page,
-        columns=case.columns,
-        tokens=case.columns * case.page,
-        batch=n,
-        queries=t,
-        dtype=case.q.dtype,
-        kv_dtype=case.k.dtype,
-    )._replace(**more)
-
-
 def case_of(tokens: list[int], **more: Any) -> Case:
     return Case(tokens, **{"dim": 64, "dtype": torch.bfloat16, **more})
 
@@ -71,7 +55,7 @@ def test_attention_equals_float64(module: Module, seed: int) -> None:
     """Through plans of full tables, and kernels that read shorter lengths: parts that lie past the end, lanes and pages
     that hold NaN, empty sequences, chains that cross into the next page."""
     case = drawn(seed)
-    ops = FlashInferOps(shape_of(case), CPU)
+    ops = FlashInferOps(case.shape(), CPU)
     out = case.attend(ops)
     torch.testing.assert_close(out.double(), case.expected(), **BF16)
     assert not bool(out[case.tokens == 0].any())
@@ -84,7 +68,7 @@ def test_few_sequences_are_cut_and_many_are_not(module: Module) -> None:
     assert blocks(CPU) == 2 * MULTIPROCESSORS
     few, many = case_of([700], columns=64, group=4), case_of([16] * 132, columns=1)
     for case, cut in ((few, True), (many, False)):
-        torch.testing.assert_close(case.attend(FlashInferOps(shape_of(case), CPU)).double(), case.expected(), **BF16)
+        torch.testing.assert_close(case.attend(FlashInferOps(case.shape(), CPU)).double(), case.expected(), **BF16)
         assert module.plans[-1]["no_split"] is not cut
 
 
@@ -107,7 +91,7 @@ def test_plans_fit_their_memory(module: Module, group: int, dim: int, queries: i
 def test_planned_once_for_every_layer_and_step(module: Module) -> None:
     """Steps of other lengths and layers of other tables change nothing that the host has planned, and no address."""
     cases = [case_of([21, 0, 33], columns=5, seed=1), case_of([3, 70, 1], columns=5, seed=2)]
-    ops = FlashInferOps(shape_of(cases[0]), CPU)
+    ops = FlashInferOps(cases[0].shape(), CPU)
     wrapper = ops.plan(3, 1)
     held = [
         wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf, wrapper._paged_kv_last_page_len_buf,
@@ -129,7 +113,7 @@ def test_planned_once_for_every_layer_and_step(module: Module) -> None:
 def test_a_second_pass_of_the_same_step_measures_again(module: Module) -> None:
     """What a graph is captured of has run before: the captured pass must hold the measuring too."""
     case = case_of([21, 40], columns=5)
-    ops, layout = FlashInferOps(shape_of(case), CPU), case.layout()
+    ops, layout = FlashInferOps(case.shape(), CPU), case.layout()
     pools = [(case.k.clone(), case.v.clone()) for _ in range(2)]
     measured = []
     measure = ops.lists.measure
@@ -142,7 +126,7 @@ def test_a_second_pass_of_the_same_step_measures_again(module: Module) -> None:
 
 def test_a_smaller_step_and_another_number_of_query_tokens(module: Module) -> None:
     big = case_of([20, 5, 64], queries=4, columns=6, group=3)
-    ops = FlashInferOps(shape_of(big), CPU)
+    ops = FlashInferOps(big.shape(), CPU)
     for case in (big, case_of([33, 64], columns=4, group=3), case_of([9], queries=2, columns=6, group=3), big):
         torch.testing.assert_close(case.attend(ops).double(), case.expected(), **BF16)
     assert [x["uniform"] for x in module.plans] == [4, 0, 2]
@@ -153,26 +137,26 @@ def test_queries_that_are_a_view_and_pools_of_strided_rows(module: Module) -> No
     fused = torch.randn(2, 2, 8, 64).to(torch.bfloat16)
     fused[:, :, 2:6] = case.q
     pool = torch.stack((case.k, case.v), dim=1)
-    ops = FlashInferOps(shape_of(case), CPU)
+    ops = FlashInferOps(case.shape(), CPU)
     out = ops.attend(fused[:, :, 2:6], pool[:, 0], pool[:, 1], case.table, case.layout(), case.scale)
     torch.testing.assert_close(out.double(), case.expected(), **BF16)
 
 
 def test_steps_of_another_shape_are_refused(module: Module) -> None:
     case = case_of([21, 33], queries=2)
-    ops = FlashInferOps(shape_of(case, batch=1), CPU)
+    ops = FlashInferOps(case.shape(batch=1), CPU)
     with pytest.raises(ValueError, match="a step of 2 sequences; page lists have memory for 1 to 1"):
         case.attend(ops)
-    ops = FlashInferOps(shape_of(case, queries=1), CPU)
+    ops = FlashInferOps(case.shape(queries=1), CPU)
     with pytest.raises(ValueError, match="2 query tokens per sequence; this was made for 1 to 1"):
         case.attend(ops)
-    ops = FlashInferOps(shape_of(case, columns=2), CPU)
+    ops = FlashInferOps(case.shape(columns=2), CPU)
     with pytest.raises(ValueError, match="a page table of 3 columns; page lists have memory for 1 to 2"):
         case.attend(ops)
-    ops = FlashInferOps(shape_of(case, head_dim=128), CPU)
+    ops = FlashInferOps(case.shape(head_dim=128), CPU)
     with pytest.raises(ValueError, match="2 KV heads of 64 and pages of 16; this was made for 4, 2 of 128 and 16"):
         case.attend(ops)
-    ops = FlashInferOps(shape_of(case, dtype=torch.float16, kv_dtype=torch.float16), CPU)
+    ops = FlashInferOps(case.shape(dtype=torch.float16, kv_dtype=torch.float16), CPU)
     with pytest.raises(ValueError, match="dtype"):
         case.attend(ops)
 

@@ -253,12 +253,77 @@ def test_an_embedding_server(resolve: Resolve) -> None:
         resolve(models.ACCEPTED["Qwen3"], "--is-embedding")
 
 
-@pytest.mark.parametrize("device", ["cuda", "xpu", "cuda:0", None])
+def on(device: str | None, **more: Any) -> Any:
+    return SimpleNamespace(device=device, **more)
+
+
+@pytest.mark.parametrize("device", ["xpu", "npu", "cuda:0", None])
 def test_devices_without_kernels(device: str | None) -> None:
-    """Contract 10: this release computes on CPU hosts; anything else is said, not tried."""
-    with pytest.raises(ConfigError, match=f"--device={device} .* Use --device cpu"):
-        validate.check_device(device)
-    validate.check_device("cpu")
+    """Contract 10: kernels are for CPU hosts and NVIDIA GPUs; anything else is said, not tried."""
+    with pytest.raises(ConfigError, match=f"--device={device} .* no kernels. Use an NVIDIA GPU"):
+        validate.check_device(on(device), OasisConfig())
+    validate.check_device(on("cpu", speculative_algorithm="EAGLE3"), OasisConfig(dense_layers=1))
+
+
+def test_an_nvidia_gpu_is_let_through_with_a_warning(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way from pools to graphs is there, and no GPU has gone it: whoever is the first must know."""
+    said: list[str] = []
+    monkeypatch.setattr(validate.logger, "warning", said.append)
+    resolve(models.ACCEPTED["Llama"], "--device", "cuda")
+    resolve(models.ACCEPTED["Llama"])
+    (line,) = said
+    assert line.startswith("--kv-backend oasis has not been run on any GPU yet")
+
+
+def test_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match=r"--device=cuda on an AMD GPU does not work .* never compiled"):
+        validate.check_device(on("cuda"), OasisConfig())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "DRAFT"],
+            "--speculative-algorithm=EAGLE3 does not work with --kv-backend oasis on a GPU: leave the flag out",
+        ),
+        (["--enable-torch-compile"], "--enable-torch-compile=True does not work with --kv-backend oasis on a GPU"),
+        (
+            ["--oasis-config", '{"probe": true}'],
+            "--oasis-config: probe=true needs drafts, which work on CPU hosts only",
+        ),
+        (["--oasis-config", '{"predictor": "draft"}'], "--oasis-config: predictor=draft needs drafts, which work on"),
+        (["--oasis-config", '{"dense_layers": 1}'], "--oasis-config: dense_layers=1 works on CPU hosts only; use"),
+        (
+            ["--oasis-config", '{"miss_policy": "skip", "debug_attention_mass": true}'],
+            "--oasis-config: debug_attention_mass=true works on CPU hosts only; leave it out",
+        ),
+        (
+            ["--oasis-config", '{"transfer": "workers"}'],
+            "--oasis-config: transfer='workers' works on CPU hosts only; use transfer='inline'",
+        ),
+    ],
+)
+def test_what_a_gpu_does_not_do_yet(flags: list[str], message: str, resolve: Resolve, tmp_path: Path) -> None:
+    """Contract 10: refused before a model is loaded, though a CPU host serves it."""
+    draft = models.write(tmp_path / "draft", models.ACCEPTED["Llama"])
+    given = [draft if x == "DRAFT" else x for x in flags]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(models.ACCEPTED["Llama"], "--device", "cuda", *given)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cuda-graph-backend-prefill", "full"], "--cuda-graph-backend-prefill=full does not work"),
+        (["--cuda-graph-config", '{"prefill": {"backend": "breakable"}}'], "--cuda-graph-backend-prefill=breakable"),
+        (["--cuda-graph-backend-decode", "breakable"], "--cuda-graph-backend-decode=breakable does not work"),
+    ],
+)
+def test_graphs_that_attention_cannot_be_part_of(flags: list[str], message: str, resolve: Resolve) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve(models.ACCEPTED["Llama"], "--device", "cuda", *flags)
 
 
 def test_failures_of_sglang_stay_its_own(resolve: Resolve, tmp_path: Path) -> None:

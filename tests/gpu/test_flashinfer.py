@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -20,22 +19,6 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 # One head dim: each is compiled for about a minute when its kernels are met for the first time.
 DIM = 128
-
-
-def shape_of(case: Case, **more: Any) -> AttentionShape:
-    n, t, query_heads, dim = case.q.shape
-    return AttentionShape(
-        query_heads=query_heads,
-        kv_heads=case.heads,
-        head_dim=dim,
-        page_size=case.page,
-        columns=case.columns,
-        tokens=case.columns * case.page,
-        batch=n,
-        queries=t,
-        dtype=case.q.dtype,
-        kv_dtype=case.k.dtype,
-    )._replace(**more)
 
 
 def drawn(seed: int) -> Case:
@@ -68,7 +51,7 @@ def attend(ops: FlashInferOps, case: Case) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(48))
 def test_attention_equals_float64(seed: int) -> None:
     case = drawn(seed)
-    out = attend(FlashInferOps(shape_of(case), CUDA), case).cpu()
+    out = attend(FlashInferOps(case.shape(), CUDA), case).cpu()
     torch.testing.assert_close(out.double(), case.expected(), **BF16)
     assert not bool(out[0].any())
 
@@ -81,7 +64,7 @@ def test_a_graph_follows_lengths_and_tables(queries: int) -> None:
         Case(x, heads=4, group=4, dim=DIM, queries=queries, columns=130, dtype=torch.bfloat16, seed=1)
         for x in ([2000, 0, 700], [queries, 2080, 33], [0, 2080, 2080])
     ]
-    ops = FlashInferOps(shape_of(cases[0]), CUDA)
+    ops = FlashInferOps(cases[0].shape(), CUDA)
     rows = max(x.k.shape[0] for x in cases)
     pools = [torch.zeros(rows, cases[0].k.shape[1], dtype=torch.bfloat16, device=CUDA) for _ in range(2)]
     tokens, table, q = cases[0].tokens.to(CUDA), cases[0].table.to(CUDA), cases[0].q.to(CUDA)
@@ -107,7 +90,7 @@ def test_a_graph_follows_lengths_and_tables(queries: int) -> None:
 @pytest.mark.slow
 def test_a_shape_that_was_never_planned_is_not_captured() -> None:
     case = Case([40], dim=DIM, dtype=torch.bfloat16)
-    ops = FlashInferOps(shape_of(case), CUDA)
+    ops = FlashInferOps(case.shape(), CUDA)
     with pytest.raises(RuntimeError, match="which were never planned"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         ops.plan(1, 1)
 

@@ -57,6 +57,7 @@ def test_the_faster_one_is_chosen() -> None:
     faster, _ = choose(rival, [80e-6, 160e-6])
     assert faster.ops is rival
     assert faster.reason == "FlashInfer: a layer takes 10.0 µs with FlashInfer, 20.0 µs with Triton"
+    assert faster.seconds == (10e-6, 20e-6)
     slower, triton = choose(rival, [160e-6, 80e-6])
     assert slower.ops is triton
     assert slower.reason.startswith("Triton: a layer takes 20.0 µs with FlashInfer")
@@ -106,10 +107,23 @@ def test_flashinfer_fails(caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no nvcc")
 
-    choice, triton = choose(Rival(), [], build=broken, seconds=refuse)
-    assert choice.ops is triton
-    assert choice.reason == "Triton: FlashInfer failed (RuntimeError: no nvcc)"
-    assert "FlashInfer failed at" in caplog.text
+    for where in ({"build": broken, "seconds": refuse}, {"seconds": broken}):
+        choice, triton = choose(Rival(), [], **where)
+        assert choice.ops is triton
+        assert choice.reason == "Triton: FlashInfer failed (RuntimeError: no nvcc)"
+        assert "FlashInfer failed at" in caplog.text
+        caplog.clear()
+
+
+def test_one_line_says_which_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever compares two servers finds in the log what attends in each."""
+    caplog.set_level("INFO")
+    for given, line in (
+        ({"hip": True}, "attention by Triton: the device is AMD's"),
+        ({"times": [80e-6, 160e-6]}, "attention by FlashInfer: a layer takes 10.0 µs with FlashInfer, 20.0 µs with"),
+    ):
+        choose(Rival(), **{"times": [], **given})
+        assert sum(line in x for x in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,21 @@ import pytest
 import torch
 
 from oasis_sglang.config import OasisConfig
+from oasis_sglang.kernels.flashinfer import FlashInferOps
 from oasis_sglang.kernels.ops import TritonOps
 from oasis_sglang.kernels.streams import Streams
+from oasis_sglang.memory_pool.device_attention import create_attention
 from oasis_sglang.memory_pool.device_bytes import DeviceLoad, device_memory, staging_bytes
 from oasis_sglang.memory_pool.device_tier import DeviceTier
 from oasis_sglang.memory_pool.sizing import GIB, DeviceMemory, PoolGeometry, plan_pools
 from oasis_sglang.memory_pool.sketch import every_dim, slow_half
+from tests.unit.flashinfer_model import stand_in
 
 CPU = torch.device("cpu")
 
 
 def tensors(x: Any, seen: set[int], depth: int = 0) -> Iterator[torch.Tensor]:
-    """Every tensor that an object of ours holds, however deep."""
+    """Every tensor that an object of ours or a plan of FlashInfer's holds on the device, however deep."""
     if id(x) in seen:
         return
     seen.add(id(x))
@@ -32,9 +35,10 @@ def tensors(x: Any, seen: set[int], depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(x, dict):
         for y in x.values():
             yield from tensors(y, seen)
-    elif type(x).__module__.startswith("oasis_sglang") and hasattr(x, "__dict__"):
-        for y in vars(x).values():
-            yield from tensors(y, seen)
+    elif type(x).__module__.startswith(("oasis_sglang", "flashinfer")) and hasattr(x, "__dict__"):
+        for name, y in vars(x).items():
+            if not name.startswith("_pin_memory"):  # of the host
+                yield from tensors(y, seen)
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -44,14 +48,18 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"miss_policy": "skip", "min_sparse_len": 700}, {"kv_heads": 1}, {"chain": 3, "rows": 9, "batch": 12}),
     ({"miss_policy": "skip", "predictor": "draft"}, {"itemsize": 4}, {"chain": 2, "context_len": 999}),
     ({}, {"head_dim": 80, "itemsize": 2}, {"batch": 1, "rows": 1}),
+    ({}, {"head_dim": 128, "kv_heads": 4}, {"batch": 40, "flashinfer": True}),
+    ({"miss_policy": "skip"}, {"page_size": 32}, {"chain": 4, "batch": 7, "flashinfer": True}),
 ]
 
 
 @pytest.mark.parametrize(("settings", "shape", "load"), CASES)
 def test_bytes_are_those_that_are_allocated(
-    settings: dict[str, Any], shape: dict[str, Any], load: dict[str, Any]
+    settings: dict[str, Any], shape: dict[str, Any], load: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C31: a pool too many and the server dies of it at its first long prompt, or at its largest batch."""
+    if load.get("flashinfer"):
+        stand_in(monkeypatch)
     sizes = {"layers": 2, "kv_heads": 2, "head_dim": 64, "itemsize": 2, "page_size": 16, **shape}
     config = OasisConfig(page_size=sizes["page_size"], token_budget=256, **settings).validate()
     dim = sizes["head_dim"]
@@ -61,7 +69,6 @@ def test_bytes_are_those_that_are_allocated(
     host_pages, device_pages = 300, 90
     dtype = torch.float32 if geometry.itemsize == 4 else torch.bfloat16
     pool = torch.zeros(geometry.layers, 2, 1 + device_pages, geometry.kv_heads, geometry.page_size, dim, dtype=dtype)
-    work = torch.zeros(given.shape(config, geometry).attend_work(CPU))
     tier = DeviceTier(
         config,
         geometry,
@@ -71,12 +78,17 @@ def test_bytes_are_those_that_are_allocated(
         v_pages=list(pool[:, 1]),
         rows=given.rows,
         context_len=given.context_len,
-        ops=TritonOps(work),
+        ops=TritonOps(),
         chain=given.chain,
         query_heads=given.query_heads,
         batch=given.batch,
+        decode_ops=create_attention(given, config, geometry, dtype, CPU),
         streams=Streams(),
     )
+    if isinstance(tier.decoder.ops, FlashInferOps):  # every batch that a server may run has been met
+        for n in range(1, given.batch + 1):
+            for t in {1, given.chain}:
+                tier.decoder.ops.plan(n, t)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(tier, set())}
     on_host = {x.untyped_storage().data_ptr() for x in (tier.host.kv, tier.was_sparse)}
     allocated = sum(size for address, size in storages.items() if address and address not in on_host)

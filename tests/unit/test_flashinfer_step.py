@@ -9,7 +9,6 @@ import torch
 
 from oasis_sglang.config import OasisConfig
 from oasis_sglang.kernels import flashinfer
-from oasis_sglang.kernels.attention_shape import AttentionShape
 from oasis_sglang.kernels.flashinfer import FlashInferOps
 from tests.unit.device_rig import DeviceRig
 from tests.unit.flashinfer_model import stand_in
@@ -20,20 +19,7 @@ pytestmark = pytest.mark.interpreter
 def rig_of(settings: dict[str, Any], chain: int) -> DeviceRig:
     config = OasisConfig(page_size=16, token_budget=64, slack_ratio=0.5, **settings).validate()
     rig = DeviceRig(config, chain=chain, layers=2, seed=3)
-    step, g = rig.device.shape, rig.harness.geometry
-    shape = AttentionShape(
-        query_heads=step.query_heads,
-        kv_heads=g.kv_heads,
-        head_dim=g.head_dim,
-        page_size=g.page_size,
-        columns=step.table_columns,
-        tokens=config.token_budget + g.page_size,
-        batch=step.batch,
-        queries=chain,
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
-    )
-    rig.device.ops = FlashInferOps(shape, torch.device("cpu"))
+    rig.device.ops = FlashInferOps(rig.device.shape.attention(torch.float32), torch.device("cpu"))
     return rig
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -11,13 +12,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import gpu_table
+from benchmarks import gpu_bandwidth, gpu_checks, gpu_implementations, gpu_stage, gpu_table
+from benchmarks.gpu_scale import scale_of
 from benchmarks.gpu_stage import Item, Stage, StageRun
 from oasis_sglang import kernels
+from tests.unit.flashinfer_model import stand_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +75,7 @@ def test_every_figure_is_there(results: dict[str, Any]) -> None:
     assert len(kernel) > 8
     assert all(x["bytes"] > 0 and x["seconds"] > 0 for x in kernel)
     assert sum("slower" in x for x in bandwidth["results"].values()) == 2
+    assert bandwidth["results"]["attention chosen"]["chosen"] == "triton"
     kinds = [(x["context"], x["sequences"], x["kind"]) for x in decode["results"].values() if x["kind"] != "setting"]
     assert kinds == [(c, n, kind) for c, n in ((192, 2), (128, 1)) for kind in ("dense", "skip", "wait")]
     sparse = [x for x in decode["results"].values() if x["kind"] in ("skip", "wait")]
@@ -156,7 +162,80 @@ def test_an_item_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stage_that_cannot_start_says_so() -> None:
     outcome = StageRun(Stage("any", "no_such_module", 0), True, 600, lambda *_: None).run()
-    assert "ended at its start" in outcome["failed"]["start"]
+    assert "No module named 'no_such_module'" in outcome["failed"]["start"]
+    assert not gpu_table.passed({"checks": outcome, "bandwidth": outcome})
+
+
+def test_what_an_item_leaves_running_is_its_own_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches come back before they have run: an error that nobody waited for belongs to the item, with its words, and
+    so does the loss of the device."""
+    sent: list[Any] = []
+    asked = iter(["first", None])
+    connection = SimpleNamespace(send=sent.append, recv=lambda: next(asked))
+    freed: list[int] = []
+
+    def wait() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu_stage, "_wait", wait)
+    monkeypatch.setattr(gpu_stage, "_free", lambda: freed.append(1))
+    gpu_stage.serve(connection, __name__, True)
+    _, (figures, trouble, lost) = sent
+    assert figures is not None
+    assert "RuntimeError: an illegal memory access was encountered\n" in trouble
+    assert "and the device is lost to its process: an illegal memory access was encountered\n" in trouble
+    assert lost
+    assert not freed
+
+
+def test_what_a_server_would_take_is_in_the_table() -> None:
+    """Beside a run's own figures of both, so that the two can be compared."""
+    copy = {"bytes_per_second": 2e12, "of_copy": 0.5}
+    found = {
+        "attention chosen": {
+            "chosen": "flashinfer", "reason": "FlashInfer: faster", "flashinfer_seconds": 4e-5, "triton_seconds": 8e-5,
+        },
+        "attend triton n=1": copy,
+        "attend flashinfer n=1": copy,
+    }  # fmt: skip
+    rows = gpu_table.ratios({"bandwidth": {"results": found, "failed": {}, "skipped": {}}})
+    assert [row["what"] for row in rows] == [
+        "a layer's attention, flashinfer chosen: flashinfer / triton",
+        "attend triton n=1 / copy",
+        "attend flashinfer n=1, chosen / copy",
+    ]
+    assert (rows[0]["measured"], rows[0]["ratio"]) == (pytest.approx(40.0), pytest.approx(0.5))
+
+
+def test_flashinfer_is_measured_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NVIDIA devices where it can be imported, checked at shapes that it serves, and timed wherever Triton is."""
+    tiny = scale_of(True)
+    assert list(gpu_implementations.implementations(tiny)) == ["triton"]
+    scale = dataclasses.replace(tiny, device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128)
+    monkeypatch.setattr(gpu_implementations, "why_no_flashinfer", lambda: None)
+    assert list(gpu_implementations.implementations(scale)) == ["triton", "flashinfer"]
+    for module in (gpu_checks, gpu_bandwidth):
+        monkeypatch.setattr(module, "scale_of", lambda _: scale)
+    checks = [item.name for item in gpu_checks.items(False) if "flashinfer" in item.name]
+    assert checks == [
+        f"attend flashinfer bfloat16 D=128 P=16 G=2 t={t} n={n}" for t, n in ((1, 2), (1, 3), (4, 3), (8, 2))
+    ]
+    timed = [item.name for item in gpu_bandwidth.items(False)]
+    assert "attention chosen" in timed
+    assert {x.replace("triton", "flashinfer") for x in timed if "attend triton" in x} <= set(timed)
+    monkeypatch.setattr(gpu_implementations, "why_no_flashinfer", lambda: "it is not installed")
+    assert list(gpu_implementations.implementations(scale)) == ["triton"]
+
+
+def test_flashinfer_answers_as_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself, with FlashInfer's kernel restated: one shape after the other."""
+    stand_in(monkeypatch)
+    tiny = dataclasses.replace(scale_of(True), dtype=torch.bfloat16, head_dim=64)
+    other = gpu_implementations.FlashInfer()
+    for case in ((torch.bfloat16, 64, 16, 2, 1, 3), (torch.bfloat16, 64, 16, 2, 4, 3)):
+        verdict = gpu_checks.check_implementation(tiny, case, "flashinfer", other)
+        assert verdict["passed"], verdict
+        assert verdict["functions"] == []
 
 
 def test_without_msgspec() -> None:

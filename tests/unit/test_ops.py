@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from oasis_sglang.attention.native_ops import create_cpu_ops
 from oasis_sglang.attention.ops import AttentionOps, TableLayout
 from oasis_sglang.attention.torch_ops import TorchOps
+from oasis_sglang.kernels.attention_shape import AttentionShape
 from tests.unit import oracle
 
 # the second is the first again where there is no compiler
@@ -69,6 +71,22 @@ class Case:
 
     def layout(self) -> TableLayout:
         return TableLayout(self.tokens, self.columns, self.page, self.queries, self.q.dtype)
+
+    def shape(self, **more: Any) -> AttentionShape:
+        """Of a step that is no larger than this."""
+        n, t, query_heads, dim = self.q.shape
+        return AttentionShape(
+            query_heads=query_heads,
+            kv_heads=self.heads,
+            head_dim=dim,
+            page_size=self.page,
+            columns=self.columns,
+            tokens=self.columns * self.page,
+            batch=n,
+            queries=t,
+            dtype=self.q.dtype,
+            kv_dtype=self.k.dtype,
+        )._replace(**more)
 
     def attend(self, ops: AttentionOps) -> torch.Tensor:
         return ops.attend(self.q, self.k, self.v, self.table, self.layout(), self.scale)

@@ -1,4 +1,4 @@
-"""Prefill of the CPU ops against float64 (C30)."""
+"""Prefill of the ops against float64 (C30); that of a GPU host is torch's too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oasis_sglang.attention.ops import AttentionOps
+from oasis_sglang.kernels.ops import TritonOps
 from tests.unit import oracle
-from tests.unit.test_ops import BF16, FP32, each_ops
+from tests.unit.test_ops import BF16, FP32, IMPLEMENTATIONS
+
+each_ops = pytest.mark.parametrize("ops", [*IMPLEMENTATIONS, TritonOps()], ids=["torch", "cpu", "gpu"])
 
 
 @each_ops
