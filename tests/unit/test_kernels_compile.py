@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 def compile_variants(*args: str) -> subprocess.CompletedProcess[str]:
     """`python -m oasis_sglang.kernels.compile`, in a process whose Triton does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "oasis_sglang.kernels.compile", "--jobs", "1", *args]
+    command = [sys.executable, "-m", "oasis_sglang.kernels.compile", *args]
     return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=800)
 
 
@@ -42,10 +42,10 @@ def test_a_representative_set_compiles() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "extent"), [("sm_80", []), ("sm_90", ["--pairwise"]), ("sm_100", [])])
-def test_every_kernel_compiles(target: str, extent: list[str]) -> None:
-    """For the device that most have, in every two values of dtype, shape and batch that can meet."""
-    done = compile_variants("--target", target, *extent)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_every_kernel_compiles(target: str) -> None:
+    """In every two values of dtype, shape and batch that can meet."""
+    done = compile_variants("--target", target, "--pairwise")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
