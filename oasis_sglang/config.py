@@ -14,8 +14,8 @@ SummaryName = Literal["sketch", "minmax"]
 PredictorName = Literal["previous", "draft", "none"]
 TransferName = Literal["inline", "workers"]
 
-# One page in so many of the device pool is spare where workers copy.
-SPARE_DIVISOR = 16
+# At most one page in so many of the device pool is spare where workers copy.
+SPARE_DIVISOR = 12
 
 
 # What no host could use, and computing with it could overflow.
@@ -112,8 +112,14 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return self.prefetch_workers
 
     def spare_pages(self, device_pages: int) -> int:
-        """Pages of the device pool that are kept for copies in flight."""
-        return max(device_pages // SPARE_DIVISOR, 1) if self.workers else 0
+        """Pages of the device pool that are kept for copies in flight: as many as a step can fetch for all the working
+        sets that there is room for beside them, so that a fetch is never dropped for want of one. Where the cap allows
+        more than `SPARE_DIVISOR` does, few steps come near it, and the rest serves better as slack."""
+        if not self.workers:
+            return 0
+        cap = self.fetch_cap_pages
+        enough = -(-device_pages * cap // (self.max_set_pages + cap))
+        return max(min(enough, device_pages // SPARE_DIVISOR), 1)
 
     @property
     def sparse_set_pages(self) -> int:

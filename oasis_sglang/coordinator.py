@@ -217,6 +217,8 @@ class Coordinator:
             "fetched_pages_total": transfer.pages,
             "fetched_bytes_total": transfer.bytes,
             "stall_seconds_total": transfer.seconds,
+            "extend_fetched_pages_total": stats.extend_pages,
+            "extend_stall_seconds_total": stats.extend_seconds,
             "load_back_tokens_total": stats.load_back_tokens,
             "lookahead_pages_total": tier.lookahead.pages,
             "lookahead_agreed_pages_total": tier.lookahead.agreed,

@@ -181,7 +181,9 @@ class NativeSelector:
         args.table, args.at, args.table_columns = table.data_ptr(), at.data_ptr(), table.shape[-1]
         count = self._library.oasis_refresh(ctypes.byref(args), self.DTYPES[q.dtype])
         missed = int(self._counts[0, : n * heads].sum())
-        return Selection(attended, self._misses[:, :count], missed)
+        misses = torch.empty(7, count, dtype=torch.int64)  # of its own: a step gathers those of several layers
+        self._library.oasis_take_misses(ctypes.byref(args), count, misses.data_ptr())
+        return Selection(attended, misses, missed)
 
 
 def create_selector(

@@ -137,4 +137,8 @@ class Extend:
         slots = pages.shape[1]
         head = tier.heads.view(-1, 1).expand(heads, slots)
         rows = tier.sets.cells.rows[layer, tier.sets.pages[row, :slots]].T
+        loaded = tier.transfer.stats
+        before = loaded.pages, loaded.seconds
         tier.transfer.load(layer, sequence.pages[pages].reshape(-1), head.reshape(-1), rows.reshape(-1))
+        tier.stats.extend_pages += loaded.pages - before[0]
+        tier.stats.extend_seconds += loaded.seconds - before[1]

@@ -1,16 +1,17 @@
-"""The page pieces of one plan on their way to the device, and what a step does with them: compiled, because a step does
-it layer by layer and has no time to lose, with the same in numpy for hosts without a compiler.
+"""The page pieces of one plan on their way to the device, and what a step does with them: compiled, because a step has no
+time to lose, with the same in numpy for hosts without a compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from oasis_sglang.attention.selector import Selection
 from oasis_sglang.memory_pool.working_set import WorkingSets
 from oasis_sglang.native.build import load_library
 
@@ -19,8 +20,17 @@ from oasis_sglang.native.build import load_library
 ROW, GENERATION, HEAD, SLOT, PAGE, EVICTED, LENT, WAITING, SOURCE, TARGET, FIELDS = range(11)
 
 
+class LayerMisses(NamedTuple):
+    """What a layer's selection misses."""
+
+    layer: int
+    rows: torch.Tensor  # [n] working-set rows of the selection's sequences, int64
+    misses: torch.Tensor  # [7, m], see `Selection`
+
+
 class Pieces:
-    """`data` `[FIELDS, capacity]` int64, of which the first `used` columns count, layer after layer."""
+    """`data` `[FIELDS, capacity]` int64: the pieces to copy, layer after layer, fill the first `used` columns; those that
+    got no spare row fill the last ones, backwards."""
 
     def __init__(self, capacity: int) -> None:
         self.data = np.empty((FIELDS, capacity), dtype=np.int64)
@@ -33,15 +43,24 @@ class Pieces:
     def reset(self) -> None:
         self.used = 0
         self._runs[0] = 0
-        self.spans: list[Span] = []
-        self.unseen = 0  # spans that no step has looked at
+        self.spans: list[Span] = []  # to copy
+        self.without: list[Span] = []  # without a spare row
+        self.bounds = array("q")  # layer, start and end of each of `spans`
+        self.unseen = 0  # spans that have neither landed nor been undone
         self.ended = False  # the plan is over, or was never sent
-        self.done = False  # copied: no piece waits any more
 
-    def add(self, span: Span) -> None:
-        self.spans.append(span)
-        self.used = span.end
-        self.unseen += 1
+    def fill(self, of_layers: Sequence[LayerMisses], lent: Sequence[int]) -> None:
+        """Note whose columns are whose, after `PieceSteps.lend`."""
+        back = self.capacity
+        for (layer, _, misses), count in zip(of_layers, lent, strict=True):
+            if count:
+                self.spans.append(Span(self, layer, self.used, self.used + count, True))
+                self.bounds.extend((layer, self.used, self.used + count))
+                self.used += count
+            if without := misses.shape[1] - count:
+                self.without.append(Span(self, layer, back - without, back, False))
+                back -= without
+        self.unseen = len(self.spans) + len(self.without)
 
     @property
     def shares(self) -> np.ndarray:
@@ -57,10 +76,6 @@ class Pieces:
             self._runs[0] += 1
         self._shares[last, 2] += 1
 
-    @property
-    def room(self) -> int:
-        return self.capacity - self.used
-
 
 class Span(NamedTuple):
     """The pieces of one layer: columns `start` to `end`."""
@@ -69,6 +84,7 @@ class Span(NamedTuple):
     layer: int
     start: int
     end: int
+    sent: bool  # they have a spare row each, to be copied to
 
     @property
     def data(self) -> np.ndarray:
@@ -76,11 +92,11 @@ class Span(NamedTuple):
 
 
 class PieceSteps(Protocol):
-    def lend(self, pieces: Pieces, layer: int, rows: torch.Tensor, picked: Selection, first: int, count: int) -> int:
-        """Fill in columns from `pieces.used` on for misses `first` to `first + count` of a selection, those first that
-        get a spare row; how many these are. `rows` are the working-set rows of the selection's sequences."""
+    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> Sequence[int]:
+        """Fill in the pieces of some layers' misses, as many as there is room for at most. How many of each layer got a
+        spare row."""
 
-    def adopt(self, span: Span, done: bool) -> int:
+    def adopt(self, pieces: Pieces, done: bool) -> int:
         """Take back the spare rows of a plan that has ended: in exchange for cells where the copies are good (`done`)
         and still wanted. How many these are."""
 
@@ -100,34 +116,40 @@ def piece_steps(sets: WorkingSets, shape: Shape) -> PieceSteps:
 class NumpySteps:
     def __init__(self, sets: WorkingSets, shape: Shape) -> None:
         self._sets, self._shape = sets, shape
-        self._page_of, self._owned = sets.page_of.numpy(), sets.pages.numpy()
+        self._owned = sets.pages.numpy()
 
-    def lend(self, pieces: Pieces, layer: int, rows: torch.Tensor, picked: Selection, first: int, count: int) -> int:
-        host, head, _, sequence, slot, page, evicted = picked.misses[:, first : first + count].numpy()
-        data = pieces.data[:, pieces.used : pieces.used + count]
-        row = rows.numpy()[sequence]
-        lent = self._sets.cells.lend(layer, head)
-        data[:SOURCE] = (
-            row, self._sets.generations[row], head, slot, page, evicted, lent, np.ones_like(row),
-        )  # fmt: skip
-        data[SOURCE] = (host * self._shape.layers + layer) * self._shape.kv_heads + head
-        data[TARGET] = 2 * layer * self._shape.pool_rows + lent
-        data[:] = np.concatenate((data[:, lent >= 0], data[:, lent < 0]), axis=1)
-        count = int((lent >= 0).sum())
-        for row_of, generation in data[: GENERATION + 1, :count].T.tolist():
-            pieces.count(row_of, generation)
-        return count
+    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> Sequence[int]:
+        counts, first, last = [], 0, pieces.capacity
+        for layer, rows, misses in of_layers:
+            host, head, _, sequence, slot, page, evicted = misses.numpy()
+            row, lent = rows.numpy()[sequence], self._sets.cells.lend(layer, head)
+            source = (host * self._shape.layers + layer) * self._shape.kv_heads + head
+            target = 2 * layer * self._shape.pool_rows + lent
+            data = np.stack((
+                row, self._sets.generations[row], head, slot, page, evicted, lent, np.ones_like(row), source, target,
+            ))  # fmt: skip
+            sent, without = data[:, lent >= 0], data[:, lent < 0]
+            pieces.data[:, first : first + sent.shape[1]] = sent
+            pieces.data[:, last - without.shape[1] : last] = without[:, ::-1]
+            first, last = first + sent.shape[1], last - without.shape[1]
+            for row_of, generation in sent[: GENERATION + 1].T.tolist():
+                pieces.count(row_of, generation)
+            counts.append(sent.shape[1])
+        return counts
 
-    def adopt(self, span: Span, done: bool) -> int:
-        sets, layer, data = self._sets, span.layer, span.data
-        keep = (data[WAITING] == 1) & current(sets, layer, data) & done
-        device = self._owned[data[ROW, keep], data[SLOT, keep]]
-        sets.cells.adopt(layer, device, data[HEAD, keep], data[LENT, keep])
-        sets.cells.give_back(layer, data[HEAD, ~keep], data[LENT, ~keep])
-        data[LENT] = -1
-        if done:
-            data[WAITING] = 0
-        return int(keep.sum())
+    def adopt(self, pieces: Pieces, done: bool) -> int:
+        sets, kept = self._sets, 0
+        for span in pieces.spans:
+            layer, data = span.layer, span.data
+            keep = (data[WAITING] == 1) & current(sets, layer, data) & done
+            device = self._owned[data[ROW, keep], data[SLOT, keep]]
+            sets.cells.adopt(layer, device, data[HEAD, keep], data[LENT, keep])
+            sets.cells.give_back(layer, data[HEAD, ~keep], data[LENT, ~keep])
+            data[LENT] = -1
+            if done:
+                data[WAITING] = 0
+            kept += int(keep.sum())
+        return kept
 
 
 def current(sets: WorkingSets, layer: int, data: np.ndarray) -> np.ndarray:
@@ -136,14 +158,13 @@ def current(sets: WorkingSets, layer: int, data: np.ndarray) -> np.ndarray:
     return (sets.page_of.numpy()[layer, row, head, slot] == page) & (sets.generations[row] == generation)
 
 
-class _LendArgs(ctypes.Structure):
-    """`LendArgs` of step.cpp."""
+class _Places(ctypes.Structure):
+    """`Places` of step.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("capacity", "layers", "layer", "heads", "spare_pages", "base")),
-        *((name, ctypes.c_void_p) for name in ("generations", "spare", "left", "rows", "misses")),
-        *((name, ctypes.c_int64) for name in ("stride", "count")),
-        *((name, ctypes.c_void_p) for name in ("pieces", "runs", "shares")),
+        *((name, ctypes.c_int64) for name in ("layers", "heads", "rows", "set_pages", "pages", "spare_pages")),
+        ("pool_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("generations", "owned", "page_of", "cells", "spare", "left")),
     )
 
 
@@ -151,56 +172,41 @@ class NativeSteps:
     """Looks up once where the arrays lie that never move: asking each time takes longer than the work."""
 
     def __init__(self, sets: WorkingSets, shape: Shape, library: ctypes.CDLL) -> None:
-        self._sets, self._shape = sets, shape
         self._lend, self._adopt = library.oasis_lend, library.oasis_adopt
-        self._generations = sets.generations.ctypes.data
-        self._spare_pages = sets.cells.spare.shape[2]
-        of_layer = (sets.page_of, sets.cells.rows, sets.cells.spare, sets.cells.left)
-        starts = [x.data_ptr() if isinstance(x, torch.Tensor) else x.ctypes.data for x in of_layer]
-        sizes = [x[0].nbytes for x in of_layer]
-        # of each layer: `page_of`, cells, `Cells.spare`, `Cells.left`
-        self._at = [
-            [start + layer * size for start, size in zip(starts, sizes, strict=True)] for layer in range(shape.layers)
-        ]
-        self._lend_args = [
-            _LendArgs(
-                layers=shape.layers,
-                layer=layer,
-                heads=shape.kv_heads,
-                spare_pages=self._spare_pages,
-                base=2 * layer * shape.pool_rows,
-                generations=self._generations,
-                spare=spare,
-                left=left,
-            )
-            for layer, (_, _, spare, left) in enumerate(self._at)
-        ]
-        self._owned = sets.pages.data_ptr()
-
-    def lend(self, pieces: Pieces, layer: int, rows: torch.Tensor, picked: Selection, first: int, count: int) -> int:
-        args, misses = self._lend_args[layer], picked.misses
-        args.capacity, args.pieces = pieces.capacity, pieces.address + 8 * pieces.used
-        args.rows, args.misses = rows.data_ptr(), misses.data_ptr() + 8 * first
-        args.stride, args.count = misses.stride(0), count
-        args.runs, args.shares = pieces.runs_address, pieces.shares_address
-        return int(self._lend(ctypes.byref(args)))
-
-    def adopt(self, span: Span, done: bool) -> int:
-        page_of, cells, spare, left = self._at[span.layer]
-        return int(
-            self._adopt(
-                span.end - span.start,
-                span.pieces.capacity,
-                self._shape.kv_heads,
-                self._sets.set_pages,
-                self._spare_pages,
-                int(done),
-                self._generations,
-                page_of,
-                self._owned,
-                cells,
-                spare,
-                left,
-                span.pieces.address + 8 * span.start,
-            )
+        cells = sets.cells
+        places = _Places(
+            layers=shape.layers,
+            heads=shape.kv_heads,
+            rows=sets.pages.shape[0],
+            set_pages=sets.set_pages,
+            pages=cells.rows.shape[1],
+            spare_pages=cells.spare.shape[2],
+            pool_rows=shape.pool_rows,
+            generations=sets.generations.ctypes.data,
+            owned=sets.pages.data_ptr(),
+            page_of=sets.page_of.data_ptr(),
+            cells=cells.rows.data_ptr(),
+            spare=cells.spare.ctypes.data,
+            left=cells.left.ctypes.data,
         )
+        self._arrays = sets, places  # the pointers are good as long as these are there
+        self._places = ctypes.addressof(places)
+
+    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> Sequence[int]:
+        table = array("q")  # `LayerMisses` of step.cpp
+        for layer, rows, misses in of_layers:
+            table.extend((layer, misses.shape[1], misses.stride(0), rows.data_ptr(), misses.data_ptr(), 0))
+        self._lend(
+            self._places,
+            len(of_layers),
+            table.buffer_info()[0],
+            pieces.capacity,
+            pieces.address,
+            pieces.runs_address,
+            pieces.shares_address,
+        )
+        return table[5::6]
+
+    def adopt(self, pieces: Pieces, done: bool) -> int:
+        bounds = pieces.bounds.buffer_info()[0]
+        return int(self._adopt(self._places, len(pieces.spans), bounds, pieces.capacity, pieces.address, int(done)))

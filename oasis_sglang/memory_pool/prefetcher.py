@@ -2,13 +2,16 @@
 
     step t, layer l     the lookahead chooses pages for step t + 1; the maps say at once that they are there, and who
                         was evicted for them
-                        -> a plan for the workers: copy them to spare rows
+    some layers on      a plan for the workers: copy the pages of these layers to spare rows
     between             a plan is done: its rows change places with the evicted pages' cells (`Cells.adopt`)
     step t + 1, layer l what has not landed is late: the maps go back to the evicted page, which is still in its cell,
                         and the step attends to that in its place
 
 So a step never waits, every page that it attends to is whole, and a worker that stops in the midst of a copy holds rows
 that nobody reads, until it is certain that it is gone.
+
+What a step does per layer is as good as nothing: between two layers the processor forgets everything that Python needs,
+so what it does per plan costs once what per layer would cost ten times.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from oasis_sglang.memory_pool.pieces import (
     SOURCE,
     TARGET,
     WAITING,
+    LayerMisses,
     Pieces,
     Shape,
     Span,
@@ -103,9 +107,10 @@ class Prefetcher:
         self.client, self._sets = client, sets
         self._shape = Shape(layers, kv_heads, pool_rows)
         self.steps = piece_steps(sets, self._shape)
-        self._gathered: Pieces | None = None  # not sent yet
+        self._gathered: list[LayerMisses] = []  # not sent yet
         self._unused: list[Pieces] = []
         self._plans: dict[int, Pieces] = {}
+        #: Pieces that the maps count on and that have not landed.
         self._of_layer: list[list[Span]] = [[] for _ in range(layers)]
         self._page_of, self._slot_of = sets.page_of.numpy(), sets.slot_of.numpy()
         self._owned = sets.pages.numpy()
@@ -115,36 +120,19 @@ class Prefetcher:
     # -- sending --------------------------------------------------------------------------------------------------
 
     @_timed
-    def plan(self, layer: int, rows: torch.Tensor, picked: Selection, step: int) -> Late | None:
+    def plan(self, layer: int, rows: torch.Tensor, picked: Selection, step: int) -> None:
         """Have a selection's misses brought in; the maps say that they are there already.
+
+        Those that cannot be sent for, because there is no spare row, are undone when the layer comes up again.
 
         Args:
             rows: `[n]` working-set rows of the selection's sequences.
-
-        Returns:
-            Those that cannot be sent for, undone.
         """
-        self._step = step
-        left, first = picked.misses.shape[1], 0
-        late = []
-        while left:
-            pieces = self._gathered
-            if pieces is None or not pieces.room:
+        if picked.misses.shape[1]:
+            self._step = step
+            self._gathered.append(LayerMisses(layer, rows, picked.misses))
+            if len(self._gathered) >= LAYERS_PER_PLAN:
                 self._send()
-                pieces = self._gathered = self._unused.pop() if self._unused else Pieces(PIECES_PER_PLAN)
-            count = min(left, pieces.room)
-            start, lent = pieces.used, self.steps.lend(pieces, layer, rows, picked, first, count)
-            if lent < count:  # those without a spare row are the last
-                self.stats.dropped += count - lent
-                late.append(pieces.data[:, start + lent : start + count].copy())
-            if lent:
-                span = Span(pieces, layer, start, start + lent)
-                pieces.add(span)
-                self._of_layer[layer].append(span)
-            left, first = left - count, first + count
-        if self._gathered is not None and len(self._gathered.spans) >= LAYERS_PER_PLAN:
-            self._send()
-        return self._undo(layer, np.concatenate(late, axis=1)) if late else None
 
     @_timed
     def flush(self) -> None:
@@ -152,26 +140,43 @@ class Prefetcher:
         self._send()
 
     def _send(self) -> None:
-        pieces, self._gathered = self._gathered, None
-        if pieces is None or not pieces.used:
-            return
-        sequence = self.client.submit(
-            pieces.shares.copy(),
-            pieces.data[SOURCE, : pieces.used],
-            pieces.data[TARGET, : pieces.used],
-            step=self._step,
-            first_layer=pieces.spans[0].layer,
-            end_layer=pieces.spans[-1].layer + 1,
-        )
-        if sequence is None:
-            self.stats.dropped += pieces.used
-            for span in pieces.spans:
-                self._sets.cells.give_back(span.layer, span.data[HEAD], span.data[LENT])
-                span.data[LENT] = -1
-            pieces.ended = True
-        else:
+        gathered, self._gathered = self._gathered, []
+        plan, room = [], PIECES_PER_PLAN
+        for layer, rows, misses in gathered:
+            while misses.shape[1] > room:
+                plan.append(LayerMisses(layer, rows, misses[:, :room]))
+                self._submit(plan)
+                plan, misses, room = [], misses[:, room:], PIECES_PER_PLAN
+            plan.append(LayerMisses(layer, rows, misses))
+            room -= misses.shape[1]
+        if plan:
+            self._submit(plan)
+
+    def _submit(self, plan: list[LayerMisses]) -> None:
+        pieces = self._unused.pop() if self._unused else Pieces(PIECES_PER_PLAN)
+        pieces.fill(plan, self.steps.lend(pieces, plan))
+        for span in pieces.spans:
+            self._of_layer[span.layer].append(span)
+        for span in pieces.without:
+            self._of_layer[span.layer].append(span)
+            self.stats.dropped += span.end - span.start
+        sequence = None
+        if pieces.used:
+            sequence = self.client.submit(
+                pieces.shares.copy(),
+                pieces.data[SOURCE, : pieces.used],
+                pieces.data[TARGET, : pieces.used],
+                step=self._step,
+                first_layer=pieces.spans[0].layer,
+                end_layer=pieces.spans[-1].layer + 1,
+            )
+        if sequence is not None:
             self.stats.issued += pieces.used
             self._plans[sequence] = pieces
+            return
+        self.stats.dropped += pieces.used
+        self.steps.adopt(pieces, done=False)
+        pieces.ended = True
 
     # -- landing --------------------------------------------------------------------------------------------------
 
@@ -182,28 +187,31 @@ class Prefetcher:
             if pieces is None:
                 continue
             done = end.status == "done"
-            kept = sum([self.steps.adopt(span, done) for span in pieces.spans])
+            kept = self.steps.adopt(pieces, done)
             self._sets.cells.moved = self._sets.cells.moved or kept > 0
             self.stats.used += kept
             if done:  # else what is waiting for it goes without when its layer comes up
-                pieces.done = True
                 self.stats.wasted += pieces.used - kept
+                for span in pieces.spans:
+                    if span in (waiting := self._of_layer[span.layer]):
+                        waiting.remove(span)
+                        pieces.unseen -= 1
             pieces.ended = True
             self._recycle(pieces)
 
-    @_timed
     def land(self, layer: int) -> Late | None:
         """Before a step uses a layer's maps: whatever has not landed for it is late, and undone."""
-        spans = self._of_layer[layer]
-        if not spans:
-            return None
-        self._of_layer[layer] = []
+        return self._catch_up(layer) if self._of_layer[layer] else None
+
+    @_timed
+    def _catch_up(self, layer: int) -> Late | None:
+        if any(span.sent and not span.pieces.ended for span in self._of_layer[layer]):
+            self.poll()
         late = []
+        spans, self._of_layer[layer] = self._of_layer[layer], []
         for span in spans:
-            if not span.pieces.done:
-                self.poll()
-            if not span.pieces.done:
-                late.append(span.data.copy())
+            late.append(span.data.copy())
+            if span.sent:
                 span.data[WAITING] = 0
                 self.stats.late += span.end - span.start
             span.pieces.unseen -= 1
@@ -219,7 +227,7 @@ class Prefetcher:
     def in_flight(self) -> int:
         """Plans under way. What they copy for requests that have left is let go of as they end."""
         self.poll()
-        return len(self._plans) + (self._gathered is not None)
+        return len(self._plans) + bool(self._gathered)
 
     def cancel(self, row: int, generation: int) -> None:
         """An attempt has been released: what is on its way for it need not be copied."""
@@ -243,7 +251,7 @@ class Prefetcher:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every spare row is accounted for."""
         lent: dict[tuple[int, int], list[int]] = {}
-        for pieces in [*self._plans.values(), *([self._gathered] if self._gathered else [])]:
+        for pieces in self._plans.values():
             for span in pieces.spans:
                 for head, row in span.data[[HEAD, LENT]].T.tolist():
                     lent.setdefault((span.layer, head), []).append(row)

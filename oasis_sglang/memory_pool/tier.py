@@ -51,6 +51,9 @@ class TierStats:
         self.verify_steps = 0  # chains verified, and their tokens that were kept
         self.accepted_tokens = 0
         self.load_back_tokens = 0  # prefix tokens read from the host pool by extends
+        # What of `TransferStats` were working sets that extends brought in, which no decode step waited for.
+        self.extend_pages = 0
+        self.extend_seconds = 0.0
 
 
 class KVTier:
@@ -309,7 +312,7 @@ class KVTier:
         elif wait and predictor == "draft" and self.probe and plan.new > 1 and self.prefetcher is not None:
             # The next step's token is the first draft, if that is right. The step itself needs nothing of this.
             picked = self._select(plan, layer, q[:, 1:2], scale, counted=False)
-            self._go_without(layer, self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step))
+            self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step)
         return out.flatten(0, 1)
 
     def _look_ahead(self, plan: DecodePlan, layer: int, q: torch.Tensor, scale: float) -> None:
@@ -319,7 +322,7 @@ class KVTier:
         if self.prefetcher is None:
             self.transfer.load(layer, *picked.loads)
         else:
-            self._go_without(layer, self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step))
+            self.prefetcher.plan(layer, plan.sparse_rows, picked, self.step)
         if layer == self.geometry.layers - 1:
             self.chosen_tail[plan.sparse_rows] = plan.sparse_tail
 

@@ -113,9 +113,10 @@ def load_library() -> ctypes.CDLL | None:
     library.oasis_refresh.argtypes = (address, ctypes.c_int32)
     library.oasis_linear_is_fast.restype = ctypes.c_int32
     library.oasis_lend.restype = library.oasis_adopt.restype = number
-    library.oasis_lend.argtypes = (address,)
-    library.oasis_adopt.argtypes = (*[number] * 6, *[address] * 7)
+    library.oasis_lend.argtypes = (address, number, address, number, *[address] * 3)
+    library.oasis_adopt.argtypes = (address, number, address, number, address, number)
     for name, arguments in (
+        ("oasis_take_misses", (address, number, address)),
         ("oasis_linear", (*[number] * 3, *[address] * 3)),
         ("oasis_load", (*[number] * 5, *[address] * 6)),
         ("oasis_gather", (*[number] * 5, *[address] * 4, number, *[address] * 2)),

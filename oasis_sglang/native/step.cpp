@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
+#ifdef __AVX512F__  // the others imply it
 #include <immintrin.h>
 #endif
 
@@ -78,7 +78,7 @@ struct Args {
     int64_t *table;             // out, or null: page table [?, kv_heads, table_columns] of pool rows
     const int64_t *at;          // [sequences] which row of `table` is whose
     int64_t table_columns;
-    int64_t *misses;            // out [MISS_FIELDS, miss_stride], packed; miss_stride >= sequences * kv_heads * budget
+    int64_t *misses;            // out [MISS_FIELDS, miss_stride], `budget` for each lane, of which `admitted` are there
     int64_t *missed;            // out [sequences * kv_heads] misses, those left out included
     int64_t *admitted;          // out [sequences * kv_heads]
     int64_t miss_stride;
@@ -448,88 +448,144 @@ void run(const Args &a) {
     for (int64_t t = 0; t < tasks; ++t) task<T>(a, t / a.kv_heads, t % a.kv_heads);
 }
 
+// Copies `width` bytes that nobody reads before much else has gone through the caches, and has the same part of what comes
+// next fetched meanwhile.
+void copy_past_caches(uint8_t *to, const uint8_t *from, const uint8_t *next, int64_t width) {
+#ifdef __AVX512F__
+    if (width % 64 == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+        for (int64_t i = 0; i < width; i += 64) {
+            _mm_prefetch(reinterpret_cast<const char *>(next + i), _MM_HINT_T0);
+            _mm512_stream_si512(reinterpret_cast<__m512i *>(to + i), _mm512_loadu_si512(from + i));
+        }
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(next + i);
+    std::memcpy(to, from, width);
+}
+
+// Streamed bytes are there for other processes.
+void finish_copies() {
+#ifdef __AVX512F__
+    _mm_sfence();
+#endif
+}
+
 }  // namespace
 
 extern "C" {
 
-// dtype: 0 float32, 1 bfloat16. Returns the misses admitted, packed to the front of the miss arrays.
+// dtype: 0 float32, 1 bfloat16. Returns how many misses were admitted.
 int64_t oasis_refresh(const Args *args, int32_t dtype) {
     const Args &a = *args;
     if (dtype == 0) run<float>(a);
     else run<BFloat16>(a);
     int64_t total = 0;
-    for (int64_t lane = 0; lane < a.sequences * a.kv_heads; ++lane) {
-        for (int64_t m = 0; m < a.admitted[lane]; ++m, ++total) {
-            const int64_t from = lane * a.budget + m;
-            for (int64_t f = 0; f < MISS_FIELDS; ++f)
-                a.misses[f * a.miss_stride + total] = a.misses[f * a.miss_stride + from];
-        }
-    }
+    for (int64_t lane = 0; lane < a.sequences * a.kv_heads; ++lane) total += a.admitted[lane];
     return total;
 }
 
-// Fields of a piece on its way to the device, as in prefetcher.py. Pieces are `[FIELDS, capacity]`.
+// The misses that the last refresh admitted, in the order of their lanes, to `out` `[MISS_FIELDS, total]`.
+void oasis_take_misses(const Args *args, int64_t total, int64_t *out) {
+    const Args &a = *args;
+    for (int64_t lane = 0; lane < a.sequences * a.kv_heads; ++lane) {
+        const int64_t count = a.admitted[lane], *from = a.misses + lane * a.budget;
+        for (int64_t f = 0; f < MISS_FIELDS; ++f) std::copy_n(from + f * a.miss_stride, count, out + f * total);
+        out += count;
+    }
+}
+
+// Fields of a piece on its way to the device, as in pieces.py. Pieces are `[FIELDS, capacity]`.
 enum { ROW, GENERATION, HEAD, SLOT, PAGE, EVICTED, LENT, WAITING, SOURCE, TARGET, FIELDS };
 
 // Fields of a miss, as in selector.py.
 enum { MISS_HOST, MISS_HEAD, MISS_DEVICE, MISS_SEQUENCE, MISS_SLOT, MISS_PAGE, MISS_EVICTED };
 
-// What `oasis_lend` works on: all but the last line stay as they are for a layer.
-struct LendArgs {
-    int64_t capacity, layers, layer, heads, spare_pages, base;
-    const int64_t *generations, *spare;
-    int64_t *left;
+// The misses of one layer `[7, stride]`, of which `count` are there, and the working-set rows of their sequences.
+struct LayerMisses {
+    int64_t layer, count, stride;
     const int64_t *rows, *misses;
-    int64_t stride, count;
-    int64_t *pieces, *runs, *shares;
+    int64_t lent;  // out: how many got a spare row
 };
 
-// Lends each of `count` misses (`[7, stride]`) of a layer a row of its head's stack `spare[head]`, of which the first
-// `left[head]` are there, and fills in as many pieces: first those that got one, in their order. Returns how many these
-// are. Piece ids of the source count `[pages, layers, heads]`, those of the target begin at `base` for this layer.
-// `shares` `[any, 3]`, of which `runs` are there, gains row, generation and length of each run of pieces of an attempt.
-int64_t oasis_lend(const LendArgs *args) {
-    const LendArgs a = *args;
-    int64_t first = 0, last = a.count;
-    for (int64_t i = 0; i < a.count; ++i) {
-        const int64_t *m = a.misses + i;
-        const int64_t h = m[MISS_HEAD * a.stride], row = a.rows[m[MISS_SEQUENCE * a.stride]];
-        const bool lent = a.left[h] > 0;
-        int64_t *to = a.pieces + (lent ? first++ : --last);
-        const int64_t at = lent ? a.spare[h * a.spare_pages + --a.left[h]] : -1;
-        const int64_t fields[FIELDS] = {row, a.generations[row], h, m[MISS_SLOT * a.stride], m[MISS_PAGE * a.stride],
-                                        m[MISS_EVICTED * a.stride], at, 1,
-                                        (m[MISS_HOST * a.stride] * a.layers + a.layer) * a.heads + h, a.base + at};
-        for (int64_t f = 0; f < FIELDS; ++f) to[f * a.capacity] = fields[f];
-        if (!lent) continue;
-        int64_t *run = a.shares + 3 * (*a.runs - 1);
-        if (*a.runs == 0 || run[0] != row || run[1] != a.generations[row]) {
-            run += 3, ++*a.runs;
-            run[0] = row, run[1] = a.generations[row], run[2] = 0;
+// The pieces of one layer in a plan: columns `start` to `end`.
+struct LayerPieces {
+    int64_t layer, start, end;
+};
+
+// What stays where it is as long as the pools do. Of all layers: `spare` `[layers, heads, spare_pages]`, of which the
+// first `left` `[layers, heads]` of each stack are there; `page_of` `[layers, rows, heads, set_pages]`; `cells` `[layers,
+// pages, heads]`. The target of a layer begins at id `2 * layer * pool_rows`.
+struct Places {
+    int64_t layers, heads, rows, set_pages, pages, spare_pages, pool_rows;
+    const int64_t *generations, *owned;
+    const int32_t *page_of;
+    int64_t *cells, *spare, *left;
+};
+
+// Lends each miss of some layers a spare row of its layer and head, and fills in its piece: from the first column on
+// those that got one, from the last column backwards those that did not. Returns how many got one. Piece ids of the
+// source count `[pages, layers, heads]`. `shares` `[any, 3]`, of which `runs` come to be there, gets row, generation and
+// length of each run of pieces of an attempt.
+int64_t oasis_lend(const Places *places, int64_t layers, LayerMisses *of_layers, int64_t capacity, int64_t *pieces,
+                   int64_t *runs, int64_t *shares) {
+    const Places a = *places;
+    int64_t first = 0, last = capacity, run = -1;
+    for (int64_t n = 0; n < layers; ++n) {
+        LayerMisses &of_layer = of_layers[n];
+        const int64_t layer = of_layer.layer, stride = of_layer.stride, start = first;
+        const int64_t *spare = a.spare + layer * a.heads * a.spare_pages;
+        int64_t *left = a.left + layer * a.heads;
+        for (int64_t i = 0; i < of_layer.count; ++i) {
+            const int64_t *m = of_layer.misses + i;
+            const int64_t h = m[MISS_HEAD * stride], row = of_layer.rows[m[MISS_SEQUENCE * stride]];
+            const int64_t generation = a.generations[row];
+            const bool lent = left[h] > 0;
+            const int64_t at = lent ? spare[h * a.spare_pages + --left[h]] : NONE;
+            const int64_t fields[FIELDS] = {row, generation, h, m[MISS_SLOT * stride], m[MISS_PAGE * stride],
+                                            m[MISS_EVICTED * stride], at, 1,
+                                            (m[MISS_HOST * stride] * a.layers + layer) * a.heads + h,
+                                            2 * layer * a.pool_rows + at};
+            int64_t *to = pieces + (lent ? first++ : --last);
+            for (int64_t f = 0; f < FIELDS; ++f) to[f * capacity] = fields[f];
+            if (!lent) continue;
+            if (run < 0 || shares[3 * run] != row || shares[3 * run + 1] != generation) {
+                ++run;
+                shares[3 * run] = row, shares[3 * run + 1] = generation, shares[3 * run + 2] = 0;
+            }
+            ++shares[3 * run + 2];
         }
-        ++run[2];
+        of_layer.lent = first - start;
     }
+    *runs = run + 1;
     return first;
 }
 
-// Takes back the spare rows of a layer's pieces whose plan has ended. Where the copy is good (`done`) and the maps still
-// count on it, the row takes the place of the cell, whose own row goes to the stack. Returns how many did.
-int64_t oasis_adopt(int64_t count, int64_t capacity, int64_t heads, int64_t set_pages, int64_t spare_pages,
-                    int64_t done, const int64_t *generations, const int32_t *page_of, const int64_t *owned,
-                    int64_t *cells, int64_t *spare, int64_t *left, int64_t *pieces) {
+// Takes back the spare rows of a plan that has ended. Where the copy is good (`done`) and the maps still count on it, the
+// row takes the place of the cell, whose own row goes to the stack. Returns how many did.
+int64_t oasis_adopt(const Places *places, int64_t layers, const LayerPieces *of_layers, int64_t capacity,
+                    int64_t *pieces, int64_t done) {
+    const Places a = *places;
     int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        int64_t *p = pieces + i;
-        const int64_t row = p[ROW * capacity], h = p[HEAD * capacity], slot = p[SLOT * capacity];
-        int64_t back = p[LENT * capacity];
-        if (done && p[WAITING * capacity] && generations[row] == p[GENERATION * capacity] &&
-            page_of[(row * heads + h) * set_pages + slot] == p[PAGE * capacity]) {
-            std::swap(back, cells[owned[row * set_pages + slot] * heads + h]);
-            ++kept;
+    for (int64_t n = 0; n < layers; ++n) {
+        const int64_t layer = of_layers[n].layer;
+        const int32_t *page_of = a.page_of + layer * a.rows * a.heads * a.set_pages;
+        int64_t *cells = a.cells + layer * a.pages * a.heads;
+        int64_t *spare = a.spare + layer * a.heads * a.spare_pages;
+        int64_t *left = a.left + layer * a.heads;
+        for (int64_t i = of_layers[n].start; i < of_layers[n].end; ++i) {
+            int64_t *p = pieces + i;
+            const int64_t row = p[ROW * capacity], h = p[HEAD * capacity], slot = p[SLOT * capacity];
+            int64_t back = p[LENT * capacity];
+            if (done && p[WAITING * capacity] && a.generations[row] == p[GENERATION * capacity] &&
+                page_of[(row * a.heads + h) * a.set_pages + slot] == p[PAGE * capacity]) {
+                std::swap(back, cells[a.owned[row * a.set_pages + slot] * a.heads + h]);
+                ++kept;
+            }
+            spare[h * a.spare_pages + left[h]++] = back;
+            p[LENT * capacity] = NONE;
+            if (done) p[WAITING * capacity] = 0;
         }
-        spare[h * spare_pages + left[h]++] = back;
-        p[LENT * capacity] = -1;
-        if (done) p[WAITING * capacity] = 0;
     }
     return kept;
 }
@@ -554,10 +610,13 @@ void oasis_copy_pieces(int64_t count, int64_t width, int64_t value_stride, const
                        const int64_t *source_ids, uint8_t *target, const int64_t *target_ids) {
     for (int64_t i = 0; i < count; ++i) {
         const uint8_t *piece = source + source_ids[i] * 2 * width;
+        // Pieces lie anywhere: where the next one is, the processor cannot guess.
+        const uint8_t *next = source + source_ids[std::min(i + 1, count - 1)] * 2 * width;
         uint8_t *k = target + target_ids[i] * width;
-        std::memcpy(k, piece, width);
-        std::memcpy(k + value_stride * width, piece + width, width);
+        copy_past_caches(k, piece, next, width);
+        copy_past_caches(k + value_stride * width, piece + width, next + width, width);
     }
+    finish_copies();
 }
 
 // Gathers the pool rows of a page table `[sequences, heads, columns]` into `k_out` and `v_out`, `width` bytes a row, and

@@ -55,7 +55,9 @@ def test_workers_take_a_part_of_the_device_pool() -> None:
         {}, {"transfer": "workers"}, {"transfer": "workers", "prefetch_workers": 3}
     )] == [0, 1, 3]  # fmt: skip
     assert OasisConfig().spare_pages(1600) == 0
-    assert OasisConfig(transfer="workers").spare_pages(1600) == 100
+    assert OasisConfig(transfer="workers").spare_pages(1200) == 100
+    # 8 working sets of 162 pages, of which a step may fetch 13 each, are 1,400 pages
+    assert OasisConfig(transfer="workers", fetch_ratio=0.1).spare_pages(1400) == 8 * 13
     assert OasisConfig(transfer="workers").spare_pages(7) == 1
 
 

@@ -67,6 +67,21 @@ def test_copies_equal_bytes_moved_by_hand(memories: Memories, library) -> None:
                 assert (memories.half(half) == before[half * WIDTH : (half + 1) * WIDTH]).all()
 
 
+@pytest.mark.parametrize("library", ENGINES)
+@pytest.mark.parametrize("width", [64, 2048])
+def test_halves_of_whole_cache_lines(width: int, library) -> None:
+    """Those of a real model; they take another way through the compiled code than odd ones."""
+    memories = Memories(pieces=50, slots=40, width=width)
+    try:
+        chance = random.Random(4)
+        source, slots = chance.choices(range(50), k=30), chance.sample(range(40), 30)
+        copier(memories, library).copy(np.array(source), np.array(slots))
+        assert all(memories.holds(slot, piece) for slot, piece in zip(slots, source, strict=True))
+        assert all(memories.is_untouched(slot) for slot in set(range(40)) - set(slots))
+    finally:
+        memories.close()
+
+
 def test_a_library_that_cannot_be_loaded_costs_speed_only(memories: Memories, tmp_path, caplog) -> None:
     broken = tmp_path / "broken.so"
     broken.write_text("not a library")
@@ -120,6 +135,21 @@ def test_arrays_that_do_not_belong_together_are_refused(memories: Memories, sour
 def test_a_layout_that_does_not_divide_is_refused(memories: Memories, width: int, stride: int) -> None:
     with pytest.raises(ValueError, match=r"divide|stride"):
         PieceCopy(memories.source_fd, memories.target_fd, width=width, value_stride=stride)
+
+
+def test_a_run_goes_on_over_attempts_but_not_over_cancelled_ones(memories: Memories) -> None:
+    """A step's plan has a few pieces of each attempt and layer in turn: runs of those alone would be all overhead."""
+    job = Job(plan(range(20), range(20), [Share(row, 1, 4) for row in (0, 1, 2, 0, 1)]), copier(memories))
+    assert job.next_run(100) == range(20)
+    assert job.next_run(6) == range(6)
+    job.copy(range(6))
+    assert job.next_run(100) == range(6, 20)
+    job.cancel(Cancel(2, 1))
+    assert job.next_run(100) == range(6, 8)
+    job.copy(range(6, 8))
+    assert job.next_run(100) == range(12, 20)
+    job.copy(range(12, 20))
+    assert not job.next_run(100)
 
 
 @settings(deadline=None, max_examples=100)

@@ -23,6 +23,7 @@ from oasis_sglang.memory_pool.prefetch.messages import (
     pack_shares,
 )
 from oasis_sglang.memory_pool.prefetch.supervisor import Workers
+from oasis_sglang.memory_pool.prefetch.worker import NICENESS
 from oasis_sglang.native.build import library_path
 from tests.unit.prefetch_rig import PATIENCE, PIECES, SLOTS, WIDTH, Memories, Rig, until
 
@@ -277,6 +278,13 @@ def test_the_worker_runs_the_package_of_its_parent(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     with Rig() as rig:
         assert rig.workers.restarts == 0
+
+
+def test_a_worker_gives_way_to_the_rank_process() -> None:
+    """No thread of a step is interrupted because a plan has woken a worker."""
+    with Rig() as rig:
+        assert os.sched_getscheduler(rig.pid()) == os.SCHED_BATCH
+        assert os.getpriority(os.PRIO_PROCESS, rig.pid()) == min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
 
 
 def test_ctrl_c_is_the_servers() -> None:

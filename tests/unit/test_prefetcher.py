@@ -213,6 +213,39 @@ def test_plans_may_end_in_any_order() -> None:
     assert 0 < stats.used == stats.issued
 
 
+def test_a_step_looks_for_messages_once_where_all_is_done() -> None:
+    """Neither a layer nor a plan costs a look of its own: one step's three plans are found together."""
+    harness, courier, s = running_harness(["done"], layers=24)
+    harness.decode([s])
+    steps = 6
+    for _ in range(steps):
+        before = courier.polls
+        harness.decode([s])
+        assert courier.polls == before + 1
+    assert courier.submitted == 3 * (steps + 1)
+
+
+def test_a_layer_that_gets_no_row_takes_none_from_others() -> None:
+    """Misses without a spare row are undone; the rest of their plan is copied and used."""
+    harness, courier, s = running_harness(["done"])
+    cells = harness.tier.sets.cells
+    held = {(1, 0): cells.left[1, 0], (2, 1): cells.left[2, 1]}
+    for at in held:
+        cells.left[at] = 0
+    seen = watched(harness)
+    for _ in range(6):
+        check_step(harness, [s], seen, 4)
+    stats = harness.tier.prefetcher.stats  # type: ignore[union-attr]
+    assert stats.dropped > 0
+    assert stats.late == 0
+    assert harness.tier.in_flight() == 0
+    assert 0 < stats.used == stats.issued
+    for at, left in held.items():
+        assert cells.left[at] == 0
+        cells.left[at] = left
+    harness.tier.check_integrity()
+
+
 def test_a_plan_never_outgrows_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """More pieces than one message may hold are sent in several; a step must not fail for it."""
     monkeypatch.setattr(prefetcher, "PIECES_PER_PLAN", 2)

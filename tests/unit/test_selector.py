@@ -52,9 +52,11 @@ def prefilled(
     return harness, sequences
 
 
-def refresh(kind: str, harness: Harness, sequences: list[Sequence], q: torch.Tensor) -> Selection:
+def refresh(
+    kind: str, harness: Harness, sequences: list[Sequence], q: torch.Tensor, selector: PageSelector | None = None
+) -> Selection:
     longest = max(len(s.pages) for s in sequences)
-    return create(kind, harness).refresh(
+    return (selector or create(kind, harness)).refresh(
         0,
         q.view(len(sequences), -1, harness.query_heads, harness.geometry.head_dim),
         torch.tensor([s.attempt.row for s in sequences]),
@@ -177,3 +179,19 @@ def test_a_query_that_is_not_a_number_still_selects_pages(kind: str, dtype: torc
         check_pages(lane, 4, 299 // 16)
     other, again = prefilled(config, [300, 260], dtype)
     assert torch.equal(chosen[1], refresh(kind, other, again, sane).attended[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_misses_stay_after_the_next_selection(kind: str) -> None:
+    """A step gathers those of several layers before it has them fetched."""
+    config = OasisConfig(page_size=16, token_budget=32, slack_ratio=0.0)
+    harness, sequences = prefilled(config, [300, 400], torch.float32)
+    selector = create(kind, harness)
+    seen = []
+    for _ in range(4):
+        q = harness.noise(2, 1, harness.query_heads, harness.geometry.head_dim)
+        picked = refresh(kind, harness, sequences, q, selector)
+        harness.tier.step += 1
+        seen.append((picked.misses, picked.misses.clone()))
+    assert sum(copy.shape[1] for _, copy in seen) > 8
+    assert all(torch.equal(misses, copy) for misses, copy in seen)

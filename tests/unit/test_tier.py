@@ -208,6 +208,24 @@ def test_capped_wait_attends_to_the_best_resident_pages() -> None:
     assert harness.tier.stats.missed - harness.tier.stats.dropped <= 30 * 2 * 2 * 1
 
 
+def test_what_extends_bring_in_is_counted_apart() -> None:
+    """A working set comes with the prompt; what decode steps fetch are their misses and nothing else."""
+    config = OasisConfig(page_size=4, token_budget=16, slack_ratio=0.25)
+    harness = Harness(config, layers=2, kv_heads=2, device_pages=20)
+    for prompt, pages in ((60, 7), (9, 3)):  # budget, slack, tail and one more; a short sequence, whole
+        before = harness.tier.stats.extend_pages
+        s = harness.admit(80)
+        assert s is not None
+        harness.extend(s, prompt)
+        assert harness.tier.stats.extend_pages - before == pages * 2 * 2
+        for _ in range(5):
+            harness.decode([s])
+        harness.drop(s)
+    fetched = harness.tier.transfer.stats.pages - harness.tier.stats.extend_pages
+    assert fetched == harness.tier.stats.missed > 0
+    assert 0 < harness.tier.stats.extend_seconds < harness.tier.transfer.stats.seconds
+
+
 def test_decoding_what_was_never_written_raises() -> None:
     """C19, C23: no kernel reads a page that nobody wrote; it raises before attention."""
     harness = Harness(OasisConfig(token_budget=32, page_size=16))

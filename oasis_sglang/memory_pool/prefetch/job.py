@@ -25,7 +25,7 @@ class _Part(NamedTuple):
 
 
 class Job:
-    """Copies a plan in runs of pieces. A run ends where an attempt's pieces end."""
+    """Copies a plan in runs of pieces."""
 
     def __init__(self, plan: Plan, memory: PieceCopy) -> None:
         """
@@ -57,13 +57,17 @@ class Job:
 
     def next_run(self, limit: int) -> range:
         """The next pieces to copy, at most `limit` of them; empty when nothing is left."""
-        while self._parts:
-            part = self._parts[-1]
-            start = max(part.start, self._at)
-            if start < part.end:
-                return range(start, min(part.end, start + limit))
+        while self._parts and self._parts[-1].end <= self._at:
             self._parts.pop()
-        return range(0)
+        run = range(0)
+        for part in reversed(self._parts):
+            start = max(part.start, self._at)
+            if run and start != run.stop:  # what lies between was cancelled
+                break
+            run = range(run.start if run else start, part.end)
+            if len(run) >= limit:
+                break
+        return run[:limit]
 
     def copy(self, run: range) -> None:
         """Copy a run that `next_run` gave."""

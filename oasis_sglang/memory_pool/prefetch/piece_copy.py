@@ -53,6 +53,7 @@ class PieceCopy:
         target = mmap.mmap(target_fd, 0)
         self._source = np.frombuffer(source, dtype=np.uint8).reshape(-1, 2, width)
         self._target = np.frombuffer(target, dtype=np.uint8).reshape(-1, width)
+        self._addresses = self._source.ctypes.data, self._target.ctypes.data
         self._function = _load(library) if library else None
 
     @property
@@ -78,9 +79,9 @@ class PieceCopy:
             len(source),
             self.width,
             self.value_stride,
-            self._source.ctypes.data,
+            self._addresses[0],
             source.ctypes.data,
-            self._target.ctypes.data,
+            self._addresses[1],
             target.ctypes.data,
         )
 
