@@ -46,8 +46,8 @@ def variants(arguments: argparse.Namespace) -> list[common.Variant]:
 
 
 def fetching(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
-    """What a round's decode steps cost, from two states of `/server_info`. The working sets that extends bring in are no
-    part of it: they are copied inline in both variants, and are a third of what an inline round copies."""
+    """What a round's decode steps cost, from two states of `/server_info`. The working sets that extends bring in are
+    no part of it: they are copied inline in both variants, and are a third of what an inline round copies."""
 
     def grown(key: str) -> float:
         return float(after.get(key, 0)) - float(before.get(key, 0))

@@ -1,5 +1,5 @@
-"""The page pieces of one plan on their way to the device, and what a step does with them: compiled, because a step has no
-time to lose, with the same in numpy for hosts without a compiler.
+"""The page pieces of one plan on their way to the device, and what a step does with them: compiled, because a step has
+no time to lose, with the same in numpy for hosts without a compiler.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LayerMisses(NamedTuple):
 
 
 class Pieces:
-    """`data` `[FIELDS, capacity]` int64: the pieces to copy, layer after layer, fill the first `used` columns; those that
-    got no spare row fill the last ones, backwards."""
+    """`data` `[FIELDS, capacity]` int64: the pieces to copy, layer after layer, fill the first `used` columns; those
+    that got no spare row fill the last ones, backwards."""
 
     def __init__(self, capacity: int) -> None:
         self.data = np.empty((FIELDS, capacity), dtype=np.int64)

@@ -227,7 +227,7 @@ def test_a_step_looks_for_messages_once_where_all_is_done() -> None:
 
 def test_a_layer_that_gets_no_row_takes_none_from_others() -> None:
     """Misses without a spare row are undone; the rest of their plan is copied and used."""
-    harness, courier, s = running_harness(["done"])
+    harness, _, s = running_harness(["done"])
     cells = harness.tier.sets.cells
     held = {(1, 0): cells.left[1, 0], (2, 1): cells.left[2, 1]}
     for at in held:
