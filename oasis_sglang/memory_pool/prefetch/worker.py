@@ -16,8 +16,8 @@ NICENESS = 5
 def give_way() -> None:
     """Let the rank process go first. Its threads wait for each other many times a step, so one that is interrupted
     stops all, while copies are wanted in the next step only: as `SCHED_BATCH` a worker interrupts nobody when a plan
-    wakes it. With a core to spare neither costs anything. More niceness could: on a busy core plans would wait for whole
-    steps."""
+    wakes it. With a core to spare neither costs anything. More niceness could: on a busy core plans would wait for
+    whole steps."""
     try:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         os.nice(NICENESS)
