@@ -205,7 +205,8 @@ class Prefetcher:
 
     @_timed
     def _catch_up(self, layer: int) -> Late | None:
-        if any(span.sent and not span.pieces.ended for span in self._of_layer[layer]):
+        # Pieces without a spare row wait for nothing, but a plan that has ended may give some back.
+        if self._plans and any(not (span.sent and span.pieces.ended) for span in self._of_layer[layer]):
             self.poll()
         late = []
         spans, self._of_layer[layer] = self._of_layer[layer], []

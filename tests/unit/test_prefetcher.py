@@ -187,6 +187,55 @@ def running_harness(moods: list[str], **more: int) -> tuple[Harness, Courier, Se
     return harness, courier, s
 
 
+def test_ranks_decide_alike_whenever_copies_end() -> None:
+    """C17: two ranks get the same requests, and their workers end in different orders, or never. Over 1,000 steps both
+    admit, place and count alike, and write the same KV: nothing that a scheduler decides depends on a copy's end."""
+    page, rng = 4, random.Random(17)
+    config = OasisConfig(page_size=page, token_budget=12, slack_ratio=0.5, miss_policy="skip")
+    moods = ["done", "done", "slow", "lost", "never", "full"]
+    room = {"host_pages": 130, "device_pages": 2 * config.max_set_pages + 4, "rows": 3, "context_len": 40 * page}
+    ranks = [Harness(config, layers=2, group=1, spare_pages=6, seed=1, **room) for _ in range(2)]
+    couriers = [Courier(rank, moods, seed) for seed, rank in enumerate(ranks)]
+    for rank, courier in zip(ranks, couriers, strict=True):
+        rank.tier.prefetch_by(courier)
+    running: list[list[Sequence]] = [[], []]
+    logs: list[list[object]] = [[], []]
+    steps = refused = 0
+    while steps < 1000:
+        joins, prompt, leaves, which = rng.random() < 0.3, rng.randrange(3, 60), rng.random() < 0.1, rng.random()
+        for rank, mine, log in zip(ranks, running, logs, strict=True):
+            if joins and len(mine) < 3:
+                s = rank.admit(30 * page)
+                log.append(s and tuple(s.attempt))
+                if s is not None:
+                    rank.extend(s, prompt)
+                    mine.append(s)
+                refused += s is None
+            mine_left = [s for s in mine if s.tokens >= 30 * page - 1]
+            if leaves and mine:
+                mine_left.append(mine[int(which * len(mine))])
+            for s in dict.fromkeys(mine_left):
+                mine.remove(s)
+                rank.drop(s)
+            if mine:
+                rank.decode(mine)
+            sets = rank.tier.sets
+            log.append((sets.free_pages, sets.free_rows, sets.owned_pages, sets.width.tolist(), sets.pages.tolist()))
+        if rng.random() < 0.5:
+            couriers[steps % 2].give_up()
+        assert logs[0] == logs[1]
+        for log in logs:
+            log.clear()
+        steps += bool(running[0])
+    assert refused > 0
+    assert couriers[0].submitted > 100
+    for rank, courier in zip(ranks, couriers, strict=True):
+        courier.give_up()
+        assert rank.tier.in_flight() == 0
+        rank.tier.check_integrity()
+    assert torch.equal(ranks[0].tier.host.kv.nan_to_num(), ranks[1].tier.host.kv.nan_to_num())
+
+
 def test_a_plan_done_in_time_is_used() -> None:
     harness, courier, s = running_harness(["done"])
     before = harness.tier.transfer.stats.pages
@@ -320,6 +369,27 @@ def test_a_stopped_worker_keeps_its_rows_until_it_is_gone() -> None:
     courier.give_up()
     harness.tier.in_flight()
     assert harness.tier.sets.cells.lent() < lent
+    harness.tier.check_integrity()
+
+
+def test_rows_of_a_lost_plan_come_back_to_the_next_steps() -> None:
+    """Contract 4: steps that cannot send for anything, since plans that never ended have all the rows, notice that these
+    are over; nobody else looks."""
+    harness, courier, s = running_harness(["never"])
+    cells = harness.tier.sets.cells
+    for _ in range(20):
+        harness.decode([s])
+        if not cells.left.any():
+            break
+    assert not cells.left.any(), "every spare row is lent"
+    for _ in range(3):
+        harness.decode([s])
+    courier.give_up()
+    courier.moods = ["done"]
+    before = courier.submitted
+    for _ in range(3):
+        harness.decode([s])
+    assert courier.submitted > before
     harness.tier.check_integrity()
 
 
