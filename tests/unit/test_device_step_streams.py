@@ -102,7 +102,7 @@ def test_attention_waits_for_the_copies_of_its_own_layer_only() -> None:
 
 
 def test_copies_wait_for_attention() -> None:
-    """A page is overwritten only when the attention that reads it is over; choosing reads this step's queries."""
+    """C13: a page is overwritten only when the attention that reads it is over; choosing reads this step's queries."""
     logged = Logged("skip")
     for step in range(STEPS):
         for layer in range(LAYERS):
@@ -113,7 +113,7 @@ def test_copies_wait_for_attention() -> None:
 
 @pytest.mark.parametrize("policy", ["wait", "skip"])
 def test_new_tokens_reach_the_host_beside_compute(policy: str) -> None:
-    """After all layers wrote them, and before the buffers that they are in are used again."""
+    """C12: after all layers wrote them, and before the buffers that they are in are used again."""
     logged = Logged(policy)
     for step in range(STEPS):
         saved = logged.find("backup_kernel", (step, "finish"))
