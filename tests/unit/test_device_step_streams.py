@@ -102,7 +102,7 @@ def test_attention_waits_for_the_copies_of_its_own_layer_only() -> None:
 
 
 def test_copies_wait_for_attention() -> None:
-    """C13: a page is overwritten only when the attention that reads it is over; choosing reads the step's queries."""
+    """C13: a page is overwritten only after the attention that reads it; choosing reads the step's queries."""
     logged = Logged("skip")
     for step in range(STEPS):
         for layer in range(LAYERS):
