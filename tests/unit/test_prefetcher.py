@@ -373,8 +373,8 @@ def test_a_stopped_worker_keeps_its_rows_until_it_is_gone() -> None:
 
 
 def test_rows_of_a_lost_plan_come_back_to_the_next_steps() -> None:
-    """Contract 4: steps that cannot send for anything, since plans that never ended have all the rows, notice that these
-    are over; nobody else looks."""
+    """Contract 4: steps that cannot send for anything, since plans that never ended have all the rows, notice that
+    these are over; nobody else looks."""
     harness, courier, s = running_harness(["never"])
     cells = harness.tier.sets.cells
     for _ in range(20):
