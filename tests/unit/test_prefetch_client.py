@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -355,3 +357,18 @@ def test_a_million_junk_frames_take_no_memory(workers: PlayedWorkers, client: Pr
     assert resident() - before < 8 << 20
     worker.complete(sequence)
     assert [end.sequence for end in poll_until(client)] == [sequence]
+
+
+def test_a_client_that_nobody_closes_goes_without_a_wait(workers: PlayedWorkers) -> None:
+    """Client and sockets are one garbage cycle, as after a step that raised. The collector must not wait in ZMQ for
+    sockets that it is about to free: in a thread, so that a hang fails this test and no other."""
+    workers.start()
+    client = PrefetchClient(workers)
+    assert submit(client) is not None
+    cycle = [client]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del client, cycle
+    collected = threading.Thread(target=gc.collect, daemon=True)
+    collected.start()
+    collected.join(10)
+    assert not collected.is_alive()

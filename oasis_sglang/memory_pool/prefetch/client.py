@@ -82,7 +82,9 @@ class PrefetchClient:
 
     def __init__(self, workers: WorkerList) -> None:
         self._workers = workers
-        self._context = zmq.Context()
+        # The process's own, which nobody ends: one that is ended by the garbage collector waits for sockets that are
+        # part of the same garbage, for ever.
+        self._context = zmq.Context.instance()
         self._links: dict[int, _Link] = {}  # by generation
         self._ledger = Ledger()
         self._stats = ClientStats()
@@ -173,7 +175,6 @@ class PrefetchClient:
         for link in self._links.values():
             link.close()
         self._links.clear()
-        self._context.destroy(linger=0)
 
     def _link(self, generation: int) -> _Link | None:
         link = self._links.get(generation)
