@@ -54,4 +54,4 @@ def test_guesses_equal_those_of_the_training_code(tmp_path: Path) -> None:
         x = chain.send(drafted[-1])
     expected = torch.stack(drafted, dim=-1)[0]
     assert expected.unique().numel() > 3, "a head that always says the same would prove little"
-    assert torch.equal(capture.guesses["draft"], expected)
+    assert torch.equal(capture.guesses["eagle"], expected)
