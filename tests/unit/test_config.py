@@ -223,6 +223,8 @@ def test_choices_are_listed(key: str, choices: tuple[str, ...]) -> None:
         ({"dense_layers": -1}, "dense_layers=-1"),
         ({"min_sparse_len": -1}, "min_sparse_len=-1"),
         ({"prefetch_workers": -1}, "prefetch_workers=-1"),
+        ({"prompt_lookup_min": -1}, "prompt_lookup_min=-1 must not be negative"),
+        ({"prompt_lookup_min": 9}, "prompt_lookup_min=9 is too large; use at most 8"),
         ({"prefetch_workers": 2}, "prefetch_workers=2 has no effect with transfer='inline'"),
         (
             {"transfer": "workers", "prefetch_workers": 0},
