@@ -84,7 +84,7 @@ class PrefetchClient:
         self._workers = workers
         # The process's own, which nobody ends: one that is ended by the garbage collector waits for sockets that are
         # part of the same garbage, for ever.
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._links: dict[int, _Link] = {}  # by generation
         self._ledger = Ledger()
         self._stats = ClientStats()
