@@ -11,3 +11,13 @@ WINDOW = 1024
 def pages_left_out(before: int, window: int, page_size: int) -> int:
     """Pages after the first that are not attended to by a token with `before` tokens before it."""
     return max((before - window) // page_size - 1, 0)
+
+
+def widest_table(window: int | None, context_len: int, queries: int, page_size: int) -> int:
+    """Most tokens, `queries` new ones among them, that what is left of a sequence of any length has.
+
+    Args:
+        window: None where nothing is left out.
+        context_len: no sequence has more tokens than this.
+    """
+    return context_len if window is None else min(window + 2 * page_size - 1 + queries, context_len)

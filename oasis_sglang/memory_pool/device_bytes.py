@@ -1,8 +1,10 @@
-"""What a GPU host keeps on its device beside the weights, in bytes: every tensor that `DeviceTier` allocates.
+"""What a GPU host keeps on its device beside the weights, in bytes: every tensor that `DeviceTier` allocates, and what
+drafts need.
 
 per device page      K and V, and what says where it is
 per host page        key summaries, the mark of what is written, the draft model's KV
-whatever the pools   maps of working sets, buffers and workspaces of steps, one layer of the longest sequence
+whatever the pools   maps of working sets, buffers and workspaces of steps, one layer of the longest sequence, and the
+                     tokens of sequences where drafts are copied from them
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True):
         rows: most requests at once. batch: most sequences in a decode step, padding included.
         query_heads: of this rank. chain: most new tokens of a sequence in a step.
         flashinfer: decode steps attend with FlashInfer's kernels, not with Triton's.
+        copies: drafts are copied from the sequences (`PromptLookup`).
     """
 
     rows: int
@@ -37,6 +40,7 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True):
     chain: int
     context_len: int
     flashinfer: bool = False
+    copies: bool = False
 
     def shape(self, config: OasisConfig, geometry: PoolGeometry) -> StepShape:
         from oasis_sglang.kernels.step_state import StepShape
@@ -104,6 +108,11 @@ def staging_bytes(geometry: PoolGeometry, context_len: int) -> int:
     return 2 * geometry.kv_heads * pages * geometry.page_size * geometry.head_dim * geometry.itemsize
 
 
+def lookup_bytes(load: DeviceLoad) -> int:
+    """Of `PromptLookup`: the tokens of every request, a row for padding and the count of copied chains."""
+    return (load.rows + 1) * (load.context_len + load.chain) * INT32 + INT64
+
+
 def device_memory(
     config: OasisConfig,
     geometry: PoolGeometry,
@@ -124,6 +133,7 @@ def device_memory(
         + step_bytes(shape, device)
         + attention_bytes(shape, load.flashinfer, device)
         + staging_bytes(geometry, load.context_len)
+        + lookup_bytes(load) * load.copies
         + constants
     )
     return DeviceMemory(

@@ -55,7 +55,9 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     load = on_device = None
     if not on_host:
         heads = model.num_attention_heads // parallel.attn_tp_size
-        load = DeviceLoad(rows=most, batch=most, query_heads=heads, chain=chain, context_len=model.context_len)
+        load = DeviceLoad(
+            rows=most, batch=most, query_heads=heads, chain=chain, context_len=model.context_len, copies=lookup > 0
+        )
         # Here: it brings in triton. Before memory is measured: what it was tried with is free again then.
         from oasis_sglang.memory_pool.device_attention import choose_attention
 
