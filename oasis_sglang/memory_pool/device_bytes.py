@@ -88,7 +88,7 @@ def step_bytes(shape: StepShape, device: torch.device) -> int:
     g, n, t, k = shape.geometry, shape.batch, shape.chain, shape.budget_pages
     heads, layers, columns = g.kv_heads, g.layers, shape.sequence_pages
     inputs = 2 * (n * (8 + columns + 3 * t) * INT64 + INT32)
-    tables = n * INT64 + n * t * heads * INT64 + n * heads * shape.table_columns * INT64
+    tables = max(n, t) * INT64 + n * t * heads * INT64 + n * heads * shape.table_columns * INT64
     tokens = (1 + shape.ahead) * 2 * layers * n * t * heads * g.head_dim * g.itemsize
     scoring = (n * heads * columns + shape.score_work(device)) * FLOAT32
     power = 1 << max(k - 1, 0).bit_length()
