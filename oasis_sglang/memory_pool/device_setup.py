@@ -47,7 +47,7 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     # A draft model that is an LM of its own guesses better than a copy.
     eagle = (server_args.speculative_algorithm or "").upper().startswith("EAGLE")
     lookup = config.prompt_lookup_min if eagle else 0
-    on_host = str(configurator.device).startswith("cpu")
+    on_host = is_host(configurator.device)
     draft = draft_token_bytes(configurator) if chain > 1 else 0
     given_rows = defaults.given(server_args, "max_running_requests")
     most = resolved.max_running_requests
@@ -86,6 +86,11 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     )
     rows = min(plan.device_tokens // config.page_size, most)
     return Setup(config, geometry, plan, rows, model.context_len, chain, load, lookup)
+
+
+def is_host(device: Any) -> bool:
+    """Whether a device's memory is the host's."""
+    return str(device).startswith("cpu")
 
 
 def draft_token_bytes(configurator: Any) -> int:
