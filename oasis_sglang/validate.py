@@ -227,6 +227,14 @@ def check_device(server_args: Any, config: OasisConfig) -> None:
             raise ConfigError(
                 f"{_flag(refusal.field)}={value} does not work with --kv-backend oasis on a GPU: {refusal.instead}"
             )
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        # Replays of a step's preparation would be about the step that was captured.
+        raise ConfigError(
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work with --kv-backend oasis, which prepares steps on the "
+            "host: unset it"
+        )
     from oasis_sglang.kernels.device_step import require_supported
 
     try:

@@ -283,6 +283,14 @@ def test_an_nvidia_gpu_is_let_through_with_a_warning(
     assert line.startswith("--kv-backend oasis has not been run on any GPU yet")
 
 
+def test_graphs_of_preparations(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step is about comes from the host, which a graph would not ask again: silently wrong."""
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    resolve(models.ACCEPTED["Llama"])
+    with pytest.raises(ConfigError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work .* unset it"):
+        resolve(models.ACCEPTED["Llama"], "--device", "cuda")
+
+
 def test_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ConfigError, match=r"--device=cuda on an AMD GPU does not work .* never compiled"):
