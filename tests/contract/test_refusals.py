@@ -287,7 +287,7 @@ def test_graphs_of_preparations(resolve: Resolve, monkeypatch: pytest.MonkeyPatc
     """What a step is about comes from the host, which a graph would not ask again: silently wrong."""
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     resolve(models.ACCEPTED["Llama"])
-    with pytest.raises(ConfigError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work .* unset it"):
+    with pytest.raises(ConfigError, match=r"SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work .* unset it"):
         resolve(models.ACCEPTED["Llama"], "--device", "cuda")
 
 
