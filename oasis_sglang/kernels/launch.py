@@ -23,6 +23,9 @@ TRITON_DTYPES = {
 # For loops that load an index and then what it names: Triton divides the stages between the two, and from five on the
 # data have two buffers, so that one is filled while the other is used.
 INDIRECT_STAGES = 5
+# Threads of a block of 4 warps: tensors of fewer elements keep no fewer of them busy, so these are worth no kernel of
+# their own.
+THREADS = 128
 # Where no device says how many it has: an H100's or H200's.
 MULTIPROCESSORS = 132
 
@@ -68,6 +71,17 @@ def launch(
 def pow2(n: int) -> int:
     """The smallest power of two that is at least `n`, at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def page_bits(page_size: int) -> int:
+    """By how much lanes are shifted to number their pages.
+
+    Raises:
+        ValueError: pages that are no power of two.
+    """
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"pages of {page_size} tokens; powers of two work")
+    return page_size.bit_length() - 1
 
 
 def ceil_div(n: int, by: int) -> int:
