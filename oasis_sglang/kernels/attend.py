@@ -16,6 +16,7 @@ import triton.language as tl
 
 from oasis_sglang.kernels.launch import (
     INDIRECT_STAGES,
+    ceil_div,
     converts_fp8,
     dot_dtype,
     launch,
@@ -31,6 +32,9 @@ MAX_QUERIES = 8
 MAX_SPLITS = 64
 # Lanes that are worth a program of their own.
 SPLIT_LANES = 256
+# Query rows of a program, at most; of float32, whose products take the registers of three: where there are more, more
+# programs read K and V.
+MAX_ROWS, MAX_WIDE_ROWS = 64, 32
 # Parts that are joined at once, at least: one kernel for all batches whose sequences are cut into up to as many.
 JOINED = 8
 # Bytes of K, and of V, in one step of the loop, as they are multiplied: 8-bit pools are widened first.
@@ -88,12 +92,14 @@ def attend_kernel(
     CUT: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One part of the lanes of one (sequence, KV head). Scores are kept in base 2: `scale` includes log2(e)."""
-    split, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """One part of the lanes of one (sequence, KV head), for `BLOCK_M` of its query rows. Scores are kept in base 2:
+    `scale` includes log2(e)."""
+    head, i = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    split, first_m = tl.program_id(0) % splits, tl.program_id(0) // splits * BLOCK_M
     heads = tl.num_programs(1)
     total = tl.load(tokens + i).to(tl.int32)
 
-    m = tl.arange(0, BLOCK_M)
+    m = first_m + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     query, member = m // group, m % group
     in_row, in_dim = m < queries * group, d < D
@@ -136,7 +142,7 @@ def attend_kernel(
         top = new_top
 
     # Worked out again from what is only known here (0 is added), since registers that keep it through the loop spill.
-    m = tl.arange(0, BLOCK_M) + tl.minimum(total, 0)
+    m = first_m + tl.arange(0, BLOCK_M) + tl.minimum(total, 0)
     query, member = m // group, m % group
     in_row = m < queries * group
     some = mass > 0
@@ -264,10 +270,13 @@ def attend(
     splits = splits_of(n, heads, columns, page_size, q.device)
     rows = n * query_heads * t * splits if splits > 1 else 0
     room = workspace(work, rows * (dim + 1), q.device)
-    block_d, block_m = pow2(dim), max(16, pow2(t * group))
+    block_d = pow2(dim)
+    block_m = min(max(16, pow2(t * group)), MAX_ROWS if q.element_size() == 2 else MAX_WIDE_ROWS)
+    # What does not fit the registers spills: with more query rows fewer lanes are taken at a time.
+    tile = TILE_BYTES if block_m == 16 else TILE_BYTES // 2
     launch(
         attend_kernel,
-        (splits, heads, n),
+        (splits * ceil_div(t * group, block_m), heads, n),
         q,
         k_rows,
         v_rows,
@@ -290,7 +299,7 @@ def attend(
         D=dim,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
-        BLOCK_N=min(max(TILE_BYTES // (block_d * q.element_size()), 16), 128),
+        BLOCK_N=min(max(tile // (block_d * q.element_size()), 16), 128),
         CUT=splits > 1,
         DOT=dot_dtype(q.dtype),
         num_warps=4 if block_m * block_d <= 32 * 128 else 8,

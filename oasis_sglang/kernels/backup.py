@@ -13,8 +13,12 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def same_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Floats as integers of their size: copies need no arithmetic, one kernel serves all dtypes of a size, and not
-    every device knows those of 8 bits."""
+    """8-bit floats as their bytes: copies need no arithmetic, and not every device knows them."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    """Floats as integers of their size, so that one kernel copies all dtypes of it."""
     return x.view(INTEGERS[x.element_size()])
 
 
@@ -116,12 +120,12 @@ def write_tokens(
     launch(
         write_kernel,
         (n,),
-        same_bytes(k_lanes),
-        same_bytes(v_lanes),
+        as_integers(k_lanes),
+        as_integers(v_lanes),
         rows,
         offsets,
-        same_bytes(k),
-        same_bytes(v),
+        as_integers(k),
+        as_integers(v),
         *k.stride()[:2],
         *v.stride()[:2],
         rows.stride(0),
@@ -162,11 +166,11 @@ def backup(
     launch(
         backup_kernel,
         (tokens, layers),
-        same_bytes(host),
+        as_integers(host),
         slots,
         accepted,
-        same_bytes(k),
-        same_bytes(v),
+        as_integers(k),
+        as_integers(v),
         tokens,
         host.shape[1],
         first,
