@@ -35,6 +35,8 @@ SPLIT_LANES = 256
 # Query rows of a program, at most; of float32, whose products take the registers of three: where there are more, more
 # programs read K and V.
 MAX_ROWS, MAX_WIDE_ROWS = 64, 32
+# Of a thread, where the compiler would else spill some so that another block fits a multiprocessor.
+MAX_REGISTERS = 255
 # Parts that are joined at once, at least: one kernel for all batches whose sequences are cut into up to as many.
 JOINED = 8
 # Bytes of K, and of V, in one step of the loop, as they are multiplied: 8-bit pools are widened first.
@@ -272,8 +274,8 @@ def attend(
     room = workspace(work, rows * (dim + 1), q.device)
     block_d = pow2(dim)
     block_m = min(max(16, pow2(t * group)), MAX_ROWS if q.element_size() == 2 else MAX_WIDE_ROWS)
-    # What does not fit the registers spills: with more query rows fewer lanes are taken at a time.
-    tile = TILE_BYTES if block_m == 16 else TILE_BYTES // 2
+    # More query rows leave registers for fewer lanes.
+    tile, registers = (TILE_BYTES, None) if block_m == 16 else (TILE_BYTES // 2, MAX_REGISTERS)
     launch(
         attend_kernel,
         (splits * ceil_div(t * group, block_m), heads, n),
@@ -304,6 +306,7 @@ def attend(
         DOT=dot_dtype(q.dtype),
         num_warps=4 if block_m * block_d <= 32 * 128 else 8,
         num_stages=INDIRECT_STAGES,
+        registers=registers,
     )
     if splits > 1:
         launch(

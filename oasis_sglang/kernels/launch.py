@@ -37,7 +37,7 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]  # constexpr arguments
-    options: dict[str, int]  # num_warps and num_stages
+    options: dict[str, int]  # num_warps, num_stages, and maxnreg where it is given
 
 
 _recorded: list[Launch] | None = None
@@ -58,10 +58,22 @@ def recording(capability: tuple[int, int] = (9, 0)) -> Iterator[list[Launch]]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    registers: int | None = None,
+    **constants: Any,
 ) -> None:
-    """Run `kernel` on `grid`; one with no programs is not started, since CUDA refuses it."""
+    """Run `kernel` on `grid`; one with no programs is not started, since CUDA refuses it.
+
+    Args:
+        registers: that a thread may have; None lets the compiler spill some for more blocks on a multiprocessor.
+    """
     options = {"num_warps": num_warps, "num_stages": num_stages}
+    if registers is not None:
+        options["maxnreg"] = registers
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, args, constants, options))
     elif all(grid):
