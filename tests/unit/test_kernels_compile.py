@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -39,6 +40,18 @@ def test_a_representative_set_compiles() -> None:
         assert spilled == 0
         assert size > 0
     assert "6 variants, 0 bad" in done.stdout
+
+
+@pytest.mark.slow
+def test_attention_spills_nothing_at_head_dim_128() -> None:
+    """In every variant, for every target."""
+    done = compile_variants("--all", "--only", r"^attend_kernel .* D=128 ")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if " attend_kernel " in line]
+    # Four dtypes, 16, 32 or (not in float32) 64 query rows, sequences whole or cut; and some with logarithms.
+    kinds = Counter(row[-6] for row in rows if "logs" not in row)
+    assert kinds == {"sm_80": 22, "sm_90": 22, "sm_100": 22}
+    assert {row[-3] for row in rows} == {"0"}
 
 
 @pytest.mark.slow
