@@ -308,6 +308,7 @@ def test_what_is_not_measured_is_said_and_no_failure() -> None:
     assert captions == ["FlashInfer needs nvcc: not measured."]
 
 
+@pytest.mark.interpreter
 def test_decode_steps_attend_with_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense and sparse, with what their own shapes get, and the results say which."""
     shapes: list[AttentionShape] = []
