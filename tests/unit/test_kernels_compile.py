@@ -126,7 +126,8 @@ def sources_of_steps(heads: int, rows: int, chain: int, policy: Literal["skip", 
     """Distinct sources by kernel of decode steps of many sizes, in all layers, on memory as a server has it."""
     layers, group, dim, pages, batch = 20, 4, 64, 515, 48
     config = OasisConfig(token_budget=2048, fetch_ratio=0.05, miss_policy=policy)
-    geometry = PoolGeometry(layers=layers, kv_heads=heads, head_dim=dim, itemsize=2, page_size=16, sketch=slow_half(dim))
+    sketch = slow_half(dim)
+    geometry = PoolGeometry(layers=layers, kv_heads=heads, head_dim=dim, itemsize=2, page_size=16, sketch=sketch)
     host, width = HostPool(8, geometry, torch.bfloat16, CPU), config.max_set_pages
     sets = WorkingSets(
         layers=layers, kv_heads=heads, device_pages=width, rows=rows, set_pages=width, sequence_pages=pages, device=CPU
