@@ -232,6 +232,7 @@ HOOKS: tuple[Hook, ...] = (
         ),
         "chains need no mask",
     ),
+    Hook(f"{_SRT}environ.envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH", Kind.CALL, None, "refused on a GPU"),
     Hook(f"{_SRT}arg_groups.overrides.model_config_of", Kind.CALL, ("server_args",), "the model's configuration"),
     Hook(f"{_SRT}configs.hybrid_arch.mambaish_config", Kind.CALL, ("model_config",), "models with recurrent layers"),
     Hook(f"{_SRT}entrypoints.engine.Engine.server_args_class", Kind.CALL, None, "Engine(kv_backend='oasis')"),

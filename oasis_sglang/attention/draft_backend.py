@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from oasis_sglang import coordinator
 from oasis_sglang.attention.draft_window import WINDOW, pages_left_out, widest_table
@@ -14,7 +14,7 @@ from oasis_sglang.memory_pool.draft_pool import OasisDraftPool
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -85,7 +85,7 @@ class DraftAttnBackend(AttentionBackend):
         page, table, device = self.page_size, self.req_to_token_pool.req_to_token, tokens.device
         left_out = torch.zeros_like(tokens)
         if self.window is not None:
-            left_out = ((tokens - queries - self.window) // page - 1).clamp(min=0)
+            left_out = pages_left_out(tokens - queries, self.window, page)
         tokens = tokens - left_out * page
         widest = int(tokens.max()) if self.on_host else widest_table(self.window, table.shape[1], queries, page)
         columns = -(-widest // page)
@@ -135,10 +135,6 @@ class DraftAttnBackend(AttentionBackend):
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
-
-    def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        """Rows of `req_to_token` are read in whatever a step does last."""
-        return SharedReadEnds.UNKNOWN
 
 
 class MultiStepDraftBackend:
