@@ -1,6 +1,6 @@
 """Compile the kernels for NVIDIA devices on any machine, and print what each takes.
 
-    python -m oasis_sglang.kernels.compile --target sm_90 [--target sm_80 ...] [--pairwise | --all] [--only attend]
+    python -m oasis_sglang.kernels.compile --target sm_90 [--target sm_80 ...] [--all] [--only attend]
 
 Ends with 1 when a kernel does not compile, takes more shared memory than the device has for a block, or when attention
 at head dim 128 spills registers.
@@ -159,13 +159,11 @@ def trouble_of(result: Compiled) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m oasis_sglang.kernels.compile", description=__doc__)
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all of them")
-    extent = parser.add_mutually_exclusive_group()
-    extent.add_argument("--pairwise", action="store_true", help="every two values that can meet meet; minutes a target")
-    extent.add_argument("--all", action="store_true", help="every supported combination; minutes a target")
+    parser.add_argument("--all", action="store_true", help="every supported combination; minutes a target")
     parser.add_argument("--only", default="", help="variants in whose kernel and name this is found")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     args = parser.parse_args(argv)
-    chosen: Extent = "all" if args.all else "pairwise" if args.pairwise else "usual"
+    chosen: Extent = "all" if args.all else "usual"
     start = time.perf_counter()
     jobs = [job for target in args.target or TARGETS for job in jobs_of(target, chosen, args.only)]
     print(f"{'variant':48} {'kernel':22} {'target':7} {'regs':>5} {'shared':>7} {'spills':>7} {'cubin':>7} {'s':>5}")

@@ -29,7 +29,7 @@ def page_rows(pages, column, valid, head, stride, FROM_PAGES: tl.constexpr):
 
 @triton.jit
 def keep_logits(logit, column, end, top, mass, logits, in_row, row, columns):
-    """Store logits `[M, pages]` and update each row's maximum and sum; returns them."""
+    """Store logits `[M, pages]`, in rows `row` of `logits`, and update each row's maximum and sum; returns them."""
     counts = column < end
     logit = tl.where(counts[None, :], logit, float("-inf"))
     at = row[:, None] * columns + column[None, :]
@@ -100,7 +100,8 @@ def sketch_kernel(
     part = tl.cdiv(tl.cdiv(total, BLOCK_P), splits) * BLOCK_P
     first = split * part
     end = tl.minimum(first + part, total)
-    row = ((i * heads + head) * (queries * group) + m).to(tl.int64)
+    first_row = (i * heads + head) * (queries * group)
+    logits += first_row * columns
     pages += i * pages_stride_n + head * pages_stride_h
     x = tl.arange(0, BLOCK_P * tokens)
     lane = x % tokens
@@ -121,9 +122,10 @@ def sketch_kernel(
         each = tl.where(valid[None, :], each, float("-inf"))
         best = tl.max(tl.reshape(each, [BLOCK_M, BLOCK_P, tokens]), 2)
         here = start + tl.arange(0, BLOCK_P)
-        top, mass = keep_logits(best, here, end, top, mass, logits, in_row, row, columns)
-    tl.store(tops + row * splits + split, top, mask=in_row)
-    tl.store(masses + row * splits + split, mass, mask=in_row)
+        top, mass = keep_logits(best, here, end, top, mass, logits, in_row, m, columns)
+    at = (first_row + m) * splits + split
+    tl.store(tops + at, top, mask=in_row)
+    tl.store(masses + at, mass, mask=in_row)
 
 
 @triton.jit
@@ -190,7 +192,8 @@ def minmax_kernel(
     part = tl.cdiv(tl.cdiv(total, BLOCK_P), splits) * BLOCK_P
     first = split * part
     end = tl.minimum(first + part, total)
-    row = ((i * heads + head) * (queries * group) + m).to(tl.int64)
+    first_row = (i * heads + head) * (queries * group)
+    logits += first_row * columns
     pages += i * pages_stride_n + head * pages_stride_h
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
@@ -206,6 +209,7 @@ def minmax_kernel(
                 d = dim + tl.arange(0, BLOCK_D)
                 plus, minus = signed(q, q_at, in_row, d, D, DOT)
                 bound = add_bounds(plus, minus, table, base, valid, d, bound, D, DOT)
-        top, mass = keep_logits(bound * scale, column, end, top, mass, logits, in_row, row, columns)
-    tl.store(tops + row * splits + split, top, mask=in_row)
-    tl.store(masses + row * splits + split, mass, mask=in_row)
+        top, mass = keep_logits(bound * scale, column, end, top, mass, logits, in_row, m, columns)
+    at = (first_row + m) * splits + split
+    tl.store(tops + at, top, mask=in_row)
+    tl.store(masses + at, mass, mask=in_row)

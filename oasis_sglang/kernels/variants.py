@@ -44,8 +44,8 @@ USUAL = (
 )
 
 Shape = tuple[torch.dtype, int, int, int, int, int]
-# What is asked for most; the fewest shapes in which any two values meet; every combination.
-Extent = Literal["usual", "pairwise", "all"]
+# What is asked for most; every combination.
+Extent = Literal["usual", "all"]
 Call = Callable[[], Any]
 
 
@@ -144,26 +144,10 @@ def place_calls(config: OasisConfig, t: int) -> Iterator[tuple[str, Call]]:
     yield "remember", lambda: remember(empty(batch, HEADS, budget), rows, chosen)
 
 
-def pairwise(*axes: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Few rows, one value of each axis in each, such that any two values of two axes meet in one of them."""
-    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    pairs = {row: {(i, row[i], j, row[j]) for i in range(len(row)) for j in range(i)} for row in rows}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(rows, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[best]
-        chosen.append(tuple(axis[i] for axis, i in zip(axes, best, strict=True)))
-    return chosen
-
-
 def select_configs(extent: Extent) -> Iterator[OasisConfig]:
     yield OasisConfig()
     yield OasisConfig(page_size=64, token_budget=2048, sink_tokens=64, recent_tokens=128, fetch_ratio=0.05)
-    if extent == "pairwise":
-        for page, budget, ratio in ((32, 1024, 0.1), (16, 4096, 0.1)):
-            yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
-    elif extent == "all":
+    if extent == "all":
         for page, budget, ratio in itertools.product(PAGES, (512, 1024, 4096), (0.1, 1.0)):
             yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
 
@@ -181,15 +165,13 @@ def split_calls() -> Iterator[tuple[str, Call]]:
 
 
 def calls(extent: Extent) -> Iterator[tuple[str, Call]]:
+    everything = extent == "all"
     axes = (DTYPES, DIMS, PAGES, GROUPS, QUERIES, BATCHES)
-    shapes: list[Any] = list(USUAL)
-    if extent != "usual":
-        shapes = list(itertools.product(*axes)) if extent == "all" else pairwise(*axes)
-    everything = extent != "usual"
+    shapes: list[Any] = list(itertools.product(*axes)) if everything else list(USUAL)
     for kv, dim, page, group, t, batch in shapes:
         name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
         yield f"attend {name}", attend_call(kv, dim, page, group, t, batch)
-    if extent == "all":
+    if everything:
         yield from split_calls()
     # Sketches, copies and appends are the same for many of these.
     for kv, dim, page, group, t, batch in shapes if everything else shapes[:2] + shapes[6:]:

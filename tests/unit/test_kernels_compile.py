@@ -20,7 +20,7 @@ from oasis_sglang.kernels.compile import Compiled, source_of, trouble_of
 from oasis_sglang.kernels.device_step import DeviceDecode
 from oasis_sglang.kernels.launch import INTERPRETED, dot_dtype, launch, multiprocessors, recording, split_count
 from oasis_sglang.kernels.ops import TritonOps
-from oasis_sglang.kernels.variants import pairwise, variants
+from oasis_sglang.kernels.variants import variants
 from oasis_sglang.memory_pool.host_pool import HostPool
 from oasis_sglang.memory_pool.sizing import PoolGeometry
 from oasis_sglang.memory_pool.sketch import KeySketches, slow_half
@@ -34,7 +34,7 @@ def compile_variants(*args: str) -> subprocess.CompletedProcess[str]:
     """`python -m oasis_sglang.kernels.compile`, in a process whose Triton does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "oasis_sglang.kernels.compile", *args]
-    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=800)
+    return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=2300)
 
 
 def test_a_representative_set_compiles() -> None:
@@ -54,31 +54,16 @@ def test_a_representative_set_compiles() -> None:
 
 
 @pytest.mark.slow
-def test_attention_spills_nothing_at_head_dim_128() -> None:
-    """In every variant, for every target."""
-    done = compile_variants("--all", "--only", r"^attend_kernel .* D=128 ")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if " attend_kernel " in line]
-    # Four dtypes, 16, 32 or (not in float32) 64 query rows, sequences whole or cut; and some with logarithms.
-    kinds = Counter(row[-6] for row in rows if "logs" not in row)
-    assert kinds == {"sm_80": 22, "sm_90": 22, "sm_100": 22}
-    assert {row[-3] for row in rows} == {"0"}
-
-
-@pytest.mark.slow
+@pytest.mark.timeout(2400)  # 5 minutes of one core that has nothing else to do
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_every_kernel_compiles(target: str) -> None:
-    """In every two values of dtype, shape and batch that can meet."""
-    done = compile_variants("--target", target, "--pairwise")
+def test_every_variant_compiles(target: str) -> None:
+    """And attention at D = 128 spills in none."""
+    done = compile_variants("--target", target, "--all")
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_pairs_of_values_meet() -> None:
-    axes = ((1, 2, 3), "ab", (True, False))
-    rows = pairwise(*axes)
-    assert len(rows) < 12
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        assert {(row[i], row[j]) for row in rows} == set(itertools.product(axes[i], axes[j]))
+    rows = [line.split() for line in done.stdout.splitlines() if " attend_kernel " in line and " D=128 " in line]
+    # Four dtypes, 16, 32 or (not in float32) 64 query rows, sequences whole or cut; and some with logarithms.
+    assert len([row for row in rows if "logs" not in row]) == 22
+    assert {row[-3] for row in rows} == {"0"}
 
 
 def test_too_much_shared_memory_is_trouble() -> None:
