@@ -505,12 +505,11 @@ enum { MISS_HOST, MISS_HEAD, MISS_DEVICE, MISS_SEQUENCE, MISS_SLOT, MISS_PAGE, M
 struct LayerMisses {
     int64_t layer, count, stride;
     const int64_t *rows, *misses;
-    int64_t lent;  // out: how many got a spare row
 };
 
-// The pieces of one layer in a plan: columns `start` to `end`.
-struct LayerPieces {
-    int64_t layer, start, end;
+// `Bounds` of pieces.py.
+struct Bounds {
+    int64_t layer, start, end, first_without, end_without;
 };
 
 // What stays where it is as long as the pools do. Of all layers: `spare` `[layers, heads, spare_pages]`, of which the
@@ -523,17 +522,27 @@ struct Places {
     int64_t *cells, *spare, *left;
 };
 
+// Weights went through the caches since these were written, and they are too short for the processor to see a pattern.
+void fetch_misses(const LayerMisses &of_layer) {
+    for (int64_t f = 0; f < MISS_FIELDS; ++f) {
+        const int64_t *from = of_layer.misses + f * of_layer.stride;
+        for (int64_t i = 0; i < of_layer.count; i += 8) __builtin_prefetch(from + i);
+    }
+}
+
 // Lends each miss of some layers a spare row of its layer and head, and fills in its piece: from the first column on
-// those that got one, from the last column backwards those that did not. Returns how many got one. Piece ids of the
-// source count `[pages, layers, heads]`. `shares` `[any, 3]`, of which `runs` come to be there, gets row, generation and
-// length of each run of pieces of an attempt.
-int64_t oasis_lend(const Places *places, int64_t layers, LayerMisses *of_layers, int64_t capacity, int64_t *pieces,
-                   int64_t *runs, int64_t *shares) {
+// those that got one, from the last column backwards those that did not; `bounds` `[layers]` says whose are where. Piece
+// ids of the source count `[pages, layers, heads]`. `shares` `[any, 3]`, of which `runs` come to be there, gets row,
+// generation and length of each run of pieces of an attempt.
+void oasis_lend(const Places *places, int64_t layers, const LayerMisses *of_layers, int64_t capacity, int64_t *pieces,
+                Bounds *bounds, int64_t *runs, int64_t *shares) {
     const Places a = *places;
     int64_t first = 0, last = capacity, run = -1;
+    fetch_misses(of_layers[0]);
     for (int64_t n = 0; n < layers; ++n) {
-        LayerMisses &of_layer = of_layers[n];
-        const int64_t layer = of_layer.layer, stride = of_layer.stride, start = first;
+        if (n + 1 < layers) fetch_misses(of_layers[n + 1]);
+        const LayerMisses &of_layer = of_layers[n];
+        const int64_t layer = of_layer.layer, stride = of_layer.stride, start = first, end_without = last;
         const int64_t *spare = a.spare + layer * a.heads * a.spare_pages;
         int64_t *left = a.left + layer * a.heads;
         for (int64_t i = 0; i < of_layer.count; ++i) {
@@ -543,7 +552,7 @@ int64_t oasis_lend(const Places *places, int64_t layers, LayerMisses *of_layers,
             const bool lent = left[h] > 0;
             const int64_t at = lent ? spare[h * a.spare_pages + --left[h]] : NONE;
             const int64_t fields[FIELDS] = {row, generation, h, m[MISS_SLOT * stride], m[MISS_PAGE * stride],
-                                            m[MISS_EVICTED * stride], at, 1,
+                                            m[MISS_EVICTED * stride], at, lent,
                                             (m[MISS_HOST * stride] * a.layers + layer) * a.heads + h,
                                             2 * layer * a.pool_rows + at};
             int64_t *to = pieces + (lent ? first++ : --last);
@@ -555,15 +564,14 @@ int64_t oasis_lend(const Places *places, int64_t layers, LayerMisses *of_layers,
             }
             ++shares[3 * run + 2];
         }
-        of_layer.lent = first - start;
+        bounds[n] = {layer, start, first, last, end_without};
     }
     *runs = run + 1;
-    return first;
 }
 
 // Takes back the spare rows of a plan that has ended. Where the copy is good (`done`) and the maps still count on it, the
 // row takes the place of the cell, whose own row goes to the stack. Returns how many did.
-int64_t oasis_adopt(const Places *places, int64_t layers, const LayerPieces *of_layers, int64_t capacity,
+int64_t oasis_adopt(const Places *places, int64_t layers, const Bounds *of_layers, int64_t capacity,
                     int64_t *pieces, int64_t done) {
     const Places a = *places;
     int64_t kept = 0;

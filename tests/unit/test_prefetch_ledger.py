@@ -31,7 +31,7 @@ def test_every_plan_is_reported_once(actions: list[tuple]) -> None:
             case "submit":
                 generation, row = values
                 sequence = ledger.next_sequence()
-                ledger.submit(sequence, generation, np.array([(row, 1, 10)]))
+                ledger.submit(sequence, generation, np.array([(row, 1, 10)]), 10)
                 under_way[sequence], told[sequence] = (generation, row), set()
                 submitted += 1
             case "complete":

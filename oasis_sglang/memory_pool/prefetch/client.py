@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from oasis_sglang.memory_pool.prefetch.messages import (
     Plan,
     decode,
     encode,
+    encode_into,
     pack_ids,
 )
 from oasis_sglang.memory_pool.prefetch.process import Endpoints
@@ -53,6 +56,18 @@ class ClientStats:
         self.copy_seconds = 0.0  # in the workers
 
 
+@functools.cache
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """One for the process, which nobody ends: one that is ended by the garbage collector waits for sockets that are
+    part of the same garbage, for ever.
+
+    Its thread is `SCHED_BATCH`, so that it interrupts nobody when a frame is handed to it: with all cores busy a step
+    would stand still for longer than all the rest of handing over a plan takes."""
+    context = zmq.Context()
+    context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+    return context
+
+
 class _Link:
     """The sockets to one generation of a worker."""
 
@@ -65,7 +80,7 @@ class _Link:
             socket.linger = 0
             socket.connect(endpoint)
 
-    def send(self, frame: bytes) -> bool:
+    def send(self, frame: bytes | bytearray) -> bool:
         return try_send(self.plans, frame)
 
     def close(self) -> None:
@@ -82,11 +97,10 @@ class PrefetchClient:
 
     def __init__(self, workers: WorkerList) -> None:
         self._workers = workers
-        # The process's own, which nobody ends: one that is ended by the garbage collector waits for sockets that are
-        # part of the same garbage, for ever.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._context = _context()
         self._links: dict[int, _Link] = {}  # by generation
         self._ledger = Ledger()
+        self._frame = bytearray()  # of plans
         self._stats = ClientStats()
 
     @property
@@ -124,25 +138,17 @@ class PrefetchClient:
             ValueError: the plan is larger than `messages.MAX_FRAME_BYTES`.
         """
         shares = np.ascontiguousarray(attempts, dtype=IDS).reshape(-1, 3)
+        sources, targets = pack_ids(source_ids), pack_ids(target_ids)
+        pieces = len(sources) // IDS.itemsize
         sequence = self._ledger.next_sequence()
-        frame = encode(
-            Plan(
-                sequence,
-                step,
-                first_layer,
-                end_layer,
-                shares.tobytes(),
-                pack_ids(source_ids),
-                pack_ids(target_ids),
-            )
-        )
+        encode_into(self._frame, Plan(sequence, step, first_layer, end_layer, shares.tobytes(), sources, targets))
         ready = [generation for _, generation in self._workers.ready()]
         for generation in sorted(ready, key=self._ledger.pieces_of):
             if self._ledger.plans_of(generation) >= self._workers.queue_plans:
                 continue
             link = self._link(generation)
-            if link is not None and link.send(frame):
-                self._ledger.submit(sequence, generation, shares)
+            if link is not None and link.send(self._frame):
+                self._ledger.submit(sequence, generation, shares, pieces)
                 return sequence
         self._stats.plans_dropped += 1
         return None
