@@ -37,9 +37,11 @@ def fill(spare_pages: int, compiled: bool) -> tuple[Pieces, PieceSteps, WorkingS
     rows = torch.tensor([attempt.row for _ in range(2) if (attempt := sets.reserve(5))])
     shape = Shape(LAYERS, HEADS, sets.cells.pool_rows)
     library = load_library()
-    if compiled and library is None:
-        pytest.skip("no compiler")
-    steps: PieceSteps = NumpySteps(sets, shape) if not compiled or library is None else NativeSteps(sets, shape, library)
+    steps: PieceSteps = NumpySteps(sets, shape)
+    if compiled:
+        if library is None:
+            pytest.skip("no compiler")
+        steps = NativeSteps(sets, shape, library)
     plan = []
     for layer, count in ((1, 6), (2, 0), (3, 3)):
         i = torch.arange(count)
