@@ -10,8 +10,8 @@ with a time of its own, whose results are written to the JSON as soon as it is o
     bandwidth   what the kernels read and write in a second, against copies; what fetching costs a matrix product
     decode      decode steps of a model of Qwen3-8B's shape, weights, keys and values random, dense and sparse
 
-What would not end in its stage's time is left out and says so; a kernel that hangs or breaks the device costs its own
-figures only.
+What would not end in its stage's time is left out and says so, and so is FlashInfer where its kernels cannot be
+compiled; a kernel that hangs or breaks the device costs its own figures only.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from benchmarks import common, gpu_table
 from benchmarks.gpu_stage import Stage, StageRun
 from oasis_sglang.serving import Report
 
+# What becomes of items that have no results.
+UNUSUAL = ("failed", "skipped", "not_measured")
 # What a stage leaves of its time the later ones may take.
 STAGES = (
     Stage("checks", "benchmarks.gpu_checks", 200),
@@ -78,13 +80,14 @@ def run(arguments: argparse.Namespace, report: Report, path: Path) -> None:
             left = end - time.monotonic()
             allowed = left if arguments.tiny else min(stage.seconds, left)
             report.results[stage.name] = outcome = StageRun(stage, arguments.tiny, allowed, announce).run()
-            settled = sum(len(outcome[kind]) for kind in ("results", "failed", "skipped"))
+            settled = sum(len(outcome[kind]) for kind in ("results", *UNUSUAL))
             progress.update(task, description=stage.name, completed=settled, total=settled)
         report.results["ratios"] = gpu_table.ratios(report.results)
         report.write(path)
-        for kind in ("failed", "skipped"):
+        for kind in UNUSUAL:
             for name, why in outcome[kind].items():
-                report.console.print(f"{stage.name}: {name} {kind}: {why}", markup=False, soft_wrap=True)
+                text = f"{stage.name}: {name} {kind.replace('_', ' ')}: {why}"
+                report.console.print(text, markup=False, soft_wrap=True)
 
 
 def main() -> int:

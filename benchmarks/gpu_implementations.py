@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from benchmarks.gpu_scale import Scale
-from oasis_sglang.attention.ops import TableLayout
+from benchmarks.gpu_stage import NotMeasured
+from oasis_sglang.attention.ops import AttentionOps, TableLayout
 from oasis_sglang.kernels.attend import attend, workspace_size
 from oasis_sglang.kernels.attention_shape import AttentionShape
-from oasis_sglang.kernels.choose import choose_ops, why_no_flashinfer
+from oasis_sglang.kernels.choose import Choice, choose_ops, why_no_flashinfer
 from oasis_sglang.kernels.flashinfer import FlashInferOps
 from oasis_sglang.kernels.ops import TritonOps
 
 TRITON, FLASHINFER = "triton", "flashinfer"
+NO_COMPILER = "FlashInfer needs nvcc: not measured"
 
 
 class Attend(Protocol):
@@ -49,8 +53,16 @@ def triton(
     return lambda: attend(q, k_rows, v_rows, table, tokens, page_size, scale, out=out, work=work)
 
 
+def has_compiler() -> bool:
+    """Whether nvcc is where FlashInfer looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc") if home is None else None
+    return found is not None or os.access(os.path.join(home or "/usr/local/cuda", "bin", "nvcc"), os.X_OK)
+
+
 class FlashInfer:
-    """Calls with the same lengths are layers of one step, which measures its lengths once."""
+    """Calls with the same lengths are layers of one step, which measures its lengths once. Raises NotMeasured where its
+    kernels would have to be compiled and cannot be."""
 
     def __init__(self) -> None:
         self._shape: AttentionShape | None = None
@@ -81,8 +93,15 @@ class FlashInfer:
             kv_dtype=k_rows.dtype,
         )
         if shape != self._shape:
-            self._shape, self._ops = shape, FlashInferOps(shape, q.device)
-            self._ops.plan(n, t)
+            ops = FlashInferOps(shape, q.device)
+            try:
+                ops.plan(n, t)
+            except Exception as error:  # its builds fail with whatever they run into
+                # Without a compiler what an earlier start or a package left compiled serves all the same.
+                if has_compiler() or "nvcc" not in str(error):
+                    raise
+                raise NotMeasured(NO_COMPILER) from error
+            self._shape, self._ops = shape, ops
         if tokens is not self._tokens:
             self._tokens = tokens
             self._layout = TableLayout(tokens, columns, page_size, t, q.dtype)
@@ -111,7 +130,28 @@ def chosen(scale: Scale) -> dict[str, Any]:
         kv_dtype=scale.dtype,
     )
     choice = choose_ops(TritonOps(), shape, scale.device)
-    found = {"chosen": FLASHINFER if isinstance(choice.ops, FlashInferOps) else TRITON, "reason": choice.reason}
+    found = {"chosen": name_of(choice.ops), "reason": choice.reason}
     if choice.seconds is not None:
         found["flashinfer_seconds"], found["triton_seconds"] = choice.seconds
     return found
+
+
+def name_of(ops: AttentionOps) -> str:
+    return FLASHINFER if isinstance(ops, FlashInferOps) else TRITON
+
+
+# Ways of decoding that follow each other have the same shape.
+@functools.lru_cache(maxsize=1)
+def choice_for(shape: AttentionShape, device: torch.device) -> Choice:
+    """What a server takes whose largest step this is, with its memory."""
+    size = workspace_size(
+        shape.batch,
+        shape.queries,
+        shape.query_heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.columns,
+        shape.page_size,
+        device,
+    )
+    return choose_ops(TritonOps(torch.zeros(size, device=device)), shape, device)

@@ -22,6 +22,10 @@ from benchmarks import gpu_bare
 START_SECONDS = 15.0
 
 
+class NotMeasured(Exception):
+    """Raised by an item: what it needs besides the device is not on this machine. Costs nothing but its figures."""
+
+
 class Item(NamedTuple):
     """One measurement: about how long it takes on an H200, compiling included, and what gives its figures."""
 
@@ -53,6 +57,8 @@ def serve(connection: Connection, module: str, tiny: bool) -> None:
         try:
             figures = items[name].run()
             _wait()  # what it left running would fail in the next item
+        except NotMeasured as error:
+            figures = {"not_measured": str(error)}
         except Exception:
             trouble, lost = traceback.format_exc(limit=-5), _why_lost()
         connection.send((figures, f"{trouble}{lost}", bool(lost)))
@@ -116,7 +122,8 @@ class Worker:
 
 
 class StageRun:
-    """A stage in progress. `outcome` has `results` by item, `failed` and `skipped` with the reason, and `seconds`."""
+    """A stage in progress. `outcome` has `results` by item, `failed`, `skipped` and `not_measured` with the reason, and
+    `seconds`."""
 
     def __init__(self, stage: Stage, tiny: bool, seconds: float, announce: Callable[[str, int, int], None]) -> None:
         """
@@ -130,7 +137,7 @@ class StageRun:
         self._worker: Worker | None = None
         self._waiting: list[tuple[str, float]] = []
         self._settled: set[str] = set()
-        self.outcome: dict[str, Any] = {"results": {}, "failed": {}, "skipped": {}}
+        self.outcome: dict[str, Any] = {"results": {}, "failed": {}, "skipped": {}, "not_measured": {}}
 
     @property
     def _left(self) -> float:
@@ -184,6 +191,8 @@ class StageRun:
             trouble, lost = "its process ended", True
         if trouble:
             self._settle(name, "failed", trouble)
+        elif "not_measured" in figures:
+            self._settle(name, "not_measured", figures["not_measured"])
         elif "skipped" in figures:  # there was no room for it
             self._settle(name, "skipped", figures["skipped"])
         else:

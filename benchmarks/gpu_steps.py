@@ -12,12 +12,11 @@ import torch
 from benchmarks.gpu_host import HostSide
 from benchmarks.gpu_model import Model
 from benchmarks.gpu_scale import Scale
+from oasis_sglang.attention.ops import AttentionOps, TableLayout
 from oasis_sglang.config import OasisConfig
-from oasis_sglang.kernels.attend import attend, workspace_size
 from oasis_sglang.kernels.backup import write_tokens
 from oasis_sglang.kernels.device_step import DeviceDecode
 from oasis_sglang.kernels.gather import gather
-from oasis_sglang.kernels.ops import TritonOps
 from oasis_sglang.memory_pool.working_set import FIRST_STEP, WorkingSets
 
 
@@ -50,22 +49,19 @@ class Batch:
 class DenseSteps:
     """Every token attended, all K and V in device memory."""
 
-    def __init__(self, scale: Scale, model: Model, n: int, context: int, pages: int) -> None:
+    def __init__(self, scale: Scale, model: Model, n: int, context: int, pages: int, ops: AttentionOps) -> None:
         """
         Args:
             pages: room of each sequence.
         """
         s = self.scale = scale
-        self._model, self._batch = model, Batch(model, n, context)
+        self._model, self._batch, self._ops = model, Batch(model, n, context), ops
         pool = torch.empty(
             s.layers, 2, n * pages * s.kv_heads, s.page * s.head_dim, dtype=s.dtype, device=s.device
         ).normal_()
         self._k, self._v = pool[:, 0].unbind(), pool[:, 1].unbind()
         order = torch.randperm(n * pages, device=s.device).view(n, 1, pages)
         self._table = order * s.kv_heads + torch.arange(s.kv_heads, device=s.device).view(-1, 1)
-        size = workspace_size(n, 1, s.query_heads, s.kv_heads, s.head_dim, pages, s.page, s.device)
-        self._work = torch.empty(size, device=s.device)
-        self._out = torch.empty(n, 1, s.query_heads, s.head_dim, dtype=s.dtype, device=s.device)
 
     def before(self) -> None:
         return
@@ -75,13 +71,12 @@ class DenseSteps:
         position = batch.lengths - 1
         page = (position // s.page).view(-1, 1, 1).expand(-1, s.kv_heads, 1)
         rows, lanes = self._table.gather(2, page).squeeze(2), position % s.page
+        layout = TableLayout(batch.lengths, self._table.shape[2], s.page, 1, s.dtype)
 
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = self._k[layer], self._v[layer]
             write_tokens(*(x.view(-1, s.page, s.head_dim) for x in (keys, values)), rows, lanes, k, v)
-            q = q.unsqueeze(1)
-            attend(q, keys, values, self._table, batch.lengths, s.page, s.scale, out=self._out, work=self._work)
-            return self._out
+            return self._ops.attend(q.unsqueeze(1), keys, values, self._table, layout, s.scale)
 
         batch.advance(self._model.step(batch.tokens, position, batch.bases, attention))
 
@@ -92,7 +87,16 @@ class DenseSteps:
 class SparseSteps:
     """The project's pipeline: K and V in host memory, a working set per sequence in device memory."""
 
-    def __init__(self, host: HostSide, model: Model, n: int, context: int, pages: int, config: OasisConfig) -> None:
+    def __init__(
+        self,
+        host: HostSide,
+        model: Model,
+        n: int,
+        context: int,
+        pages: int,
+        config: OasisConfig,
+        ops: AttentionOps,
+    ) -> None:
         s = self.scale = model.scale
         self._model, self._batch, self._host = model, Batch(model, n, context), host
         width, self._pages = config.max_set_pages, host.pages_of(n, pages)
@@ -104,7 +108,7 @@ class SparseSteps:
         self._k, self._v = list(pool[:, 0].unbind()), list(pool[:, 1].unbind())
         self._decode = DeviceDecode(
             config, host=host.pool, sets=self._sets, summaries=host.sketches, k_pages=self._k, v_pages=self._v,
-            ops=TritonOps(), query_heads=s.query_heads, batch=n,
+            ops=ops, query_heads=s.query_heads, batch=n,
         )  # fmt: skip
         self._rows = torch.tensor([self._admit(width) for _ in range(n)], device=s.device)
         host.written(self._pages, context)

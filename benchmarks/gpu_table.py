@@ -66,7 +66,8 @@ def _decodes(results: dict[str, Any]) -> list[Row]:
         dense = next((y for y in found.values() if y["kind"] == "dense" and _place(y) == _place(x)), None)
         if x["kind"] == "dense" or dense is None:
             continue
-        what = f"decode {x['context']:,} × {x['sequences']}: {x['label']} / dense"
+        way, other = (f"{y['label']} by {y['attention']}" for y in (x, dense))
+        what = f"decode {x['context']:,} × {x['sequences']}: {way} / {other}"
         rows.append(_row(what, x["tokens_per_second"], dense["tokens_per_second"], "tokens/s"))
     return rows
 
@@ -77,7 +78,10 @@ def _place(x: dict[str, Any]) -> tuple[int, int]:
 
 def show(report: Report) -> None:
     taken = _of(report.results, "bandwidth").get("attention chosen")
-    lines = [f"Decode steps attend by {taken['reason']}."] if taken is not None else []
+    lines = [f"The worked shape's steps attend by {taken['reason']}."] if taken is not None else []
+    stages = [x for x in report.results.values() if isinstance(x, dict)]
+    notes = dict.fromkeys(why for stage in stages for why in stage.get("not_measured", {}).values())
+    lines.extend(f"{note}." for note in notes)
     if not report.results["times_mean_something"]:
         lines.append("On a CPU, interpreted: times and their ratios mean nothing.")
     caption = " ".join(lines)

@@ -223,6 +223,16 @@ HOOKS: tuple[Hook, ...] = (
         ("self", "backend_name", "backend_map", "error_template", "stamps_children"),
         "attention of the draft model",
     ),
+    Hook(
+        f"{_SRT}layers.attention.verify_mask.maybe_create_verify_mask",
+        Kind.CALL,
+        (
+            *("is_draft_runner", "skip_prefill", "max_bs", "max_context_len", "num_draft_tokens", "device", "is_read"),
+            "dtype",
+        ),
+        "chains need no mask",
+    ),
+    Hook(f"{_SRT}environ.envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH", Kind.CALL, None, "refused on a GPU"),
     Hook(f"{_SRT}arg_groups.overrides.model_config_of", Kind.CALL, ("server_args",), "the model's configuration"),
     Hook(f"{_SRT}configs.hybrid_arch.mambaish_config", Kind.CALL, ("model_config",), "models with recurrent layers"),
     Hook(f"{_SRT}entrypoints.engine.Engine.server_args_class", Kind.CALL, None, "Engine(kv_backend='oasis')"),

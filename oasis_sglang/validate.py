@@ -74,11 +74,6 @@ REFUSALS = (
 
 # On a GPU.
 GPU_REFUSALS = (
-    Refusal(
-        "speculative_algorithm",
-        (None,),
-        f"{_LEAVE_OUT}; the draft model's attention works on CPU hosts only",
-    ),
     Refusal("enable_torch_compile", (None, False), f"{_LEAVE_OUT}: decode steps are CUDA graphs already"),
 )
 
@@ -232,15 +227,18 @@ def check_device(server_args: Any, config: OasisConfig) -> None:
             raise ConfigError(
                 f"{_flag(refusal.field)}={value} does not work with --kv-backend oasis on a GPU: {refusal.instead}"
             )
-    for key, value, refused in (("probe", "true", config.probe), ("predictor", "draft", config.predictor == "draft")):
-        if refused:
-            raise ConfigError(
-                f"--oasis-config: {key}={value} needs drafts, which work on CPU hosts only; leave {key} out"
-            )
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        # Replays of a step's preparation would be about the step that was captured.
+        raise ConfigError(
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work with --kv-backend oasis, which prepares steps on the "
+            "host: unset it"
+        )
     from oasis_sglang.kernels.device_step import require_supported
 
     try:
-        require_supported(config, chain=1)
+        require_supported(config, chain=int(server_args.speculative_num_draft_tokens or 1))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     logger.warning(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
 
 from oasis_sglang import metrics
 from oasis_sglang.attention.backend import OasisAttnBackend
@@ -22,6 +23,25 @@ class DeviceAttnBackend(OasisAttnBackend):
         super().__init__(model_runner)
         if not isinstance(self.tier, DeviceTier):
             raise RuntimeError(f"the tier is a {type(self.tier).__name__}, expected a DeviceTier")
+        decoder = self.tier.decoder
+        self._verify_mask = maybe_create_verify_mask(
+            is_draft_runner=False,
+            skip_prefill=False,
+            max_bs=decoder.batch,
+            max_context_len=0,
+            num_draft_tokens=decoder.chain if decoder.chain > 1 else None,
+            device=self.device,
+            is_read=False,
+        )
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Said to be unread, since a chain is causal. Where nothing is said SGLang makes a mask over all of every
+        sequence in each step, with sizes that it waits for."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing: a step's plan does not depend on what its drafts are."""
 
     def _plan_decode(
         self, batch: ForwardBatch, new: int, *, graph: bool = False, in_capture: bool = False

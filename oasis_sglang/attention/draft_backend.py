@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from oasis_sglang import coordinator
-from oasis_sglang.attention.draft_window import WINDOW, pages_left_out
+from oasis_sglang.attention.draft_window import WINDOW, pages_left_out, widest_table
 from oasis_sglang.attention.ops import TableLayout
 from oasis_sglang.memory_pool.draft_pool import OasisDraftPool
 
@@ -22,7 +22,8 @@ class DraftAttnBackend(AttentionBackend):
     """Prompt chunks, the chain of a verified step (`DRAFT_EXTEND_V2`), or one draft token per sequence.
 
     A head (EAGLE) attends to a sequence's first page and its newest `WINDOW` tokens, a language model of its own
-    (STANDALONE) to everything.
+    (STANDALONE) to everything. On a device with memory of its own the host does not know how long sequences are: tables
+    are as wide as they can be, and a graph can hold all of a step. A graph's padding is told by a length of 0.
 
     Args:
         step: position in the chain of the draft token that this backend decodes: `step` drafts were written before it.
@@ -42,6 +43,7 @@ class DraftAttnBackend(AttentionBackend):
         self.heads = pool.head_num
         self.step = step
         self.window = None if model_runner.spec_algorithm.is_standalone() else WINDOW
+        self.on_host = active.setup.load is None
         self._table = torch.empty(0)
         self._layout: TableLayout | None = None
         self._sequences: list[tuple[int, int, torch.Tensor]] = []  # (prefix, new, pages) of prompt chunks
@@ -51,38 +53,48 @@ class DraftAttnBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_idle() or forward_batch.batch_size == 0:
             return
-        lengths = forward_batch.seq_lens.to(torch.int64)
-        if mode.is_decode():
-            self.plan(forward_batch.req_pool_indices, lengths + self.step + 1, 1)
-        elif mode.is_draft_extend_v2():
-            chain = forward_batch.input_ids.numel() // forward_batch.batch_size
-            self.plan(forward_batch.req_pool_indices, lengths, chain)
+        if mode.is_decode() or mode.is_draft_extend_v2():
+            self.init_forward_metadata_in_graph(forward_batch)
         elif mode.is_extend():
-            prefixes, news = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
-            table = self.req_to_token_pool.req_to_token
-            for row, prefix, new in zip(forward_batch.req_pool_indices.tolist(), prefixes, news, strict=True):
-                pages = table[row, : prefix + new : self.page_size].to(torch.int64) // self.page_size
-                left_out = self._left_out(prefix)
-                pages = torch.cat((pages[:1], pages[1 + left_out :]))
-                self._sequences.append((prefix - left_out * self.page_size, new, pages))
+            self._sequences = self._plan_prompts(forward_batch)
         else:
             raise NotImplementedError(f"the draft attention backend does not run forward mode {mode.name}")
 
-    def _left_out(self, before: int) -> int:
-        return 0 if self.window is None else pages_left_out(before, self.window, self.page_size)
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Plan a draft token per sequence, or the chain of a verified step; on a device without a look at the data."""
+        queries, lengths = 1, forward_batch.seq_lens.to(torch.int64)
+        if forward_batch.forward_mode.is_decode():
+            lengths = (lengths + self.step + 1).masked_fill(lengths == 0, 0)
+        else:
+            queries = forward_batch.input_ids.numel() // forward_batch.batch_size
+        self.plan(forward_batch.req_pool_indices, lengths, queries)
+
+    def _plan_prompts(self, forward_batch: ForwardBatch) -> list[tuple[int, int, torch.Tensor]]:
+        page, table = self.page_size, self.req_to_token_pool.req_to_token
+        rows, sequences = forward_batch.req_pool_indices, []
+        lengths = zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
+        for i, (prefix, new) in enumerate(lengths):
+            pages = table[rows[i : i + 1], : prefix + new : page][0].to(torch.int64) // page
+            left_out = 0 if self.window is None else pages_left_out(prefix, self.window, page)
+            pages = torch.cat((pages[:1], pages[1 + left_out :]))
+            sequences.append((prefix - left_out * page, new, pages))
+        return sequences
 
     def plan(self, rows: torch.Tensor, tokens: torch.Tensor, queries: int) -> None:
-        """The page table of a batch: `tokens` `[n]` each, the `queries` last of them new."""
-        page = self.page_size
-        left_out = torch.tensor([self._left_out(count - queries) for count in tokens.tolist()])
+        """The page table of a batch: `tokens` `[n]` each, the `queries` last of them new; 0 for padding."""
+        page, table, device = self.page_size, self.req_to_token_pool.req_to_token, tokens.device
+        left_out = torch.zeros_like(tokens)
+        if self.window is not None:
+            left_out = pages_left_out(tokens - queries, self.window, page)
         tokens = tokens - left_out * page
-        columns = -(-int(tokens.max()) // page)
-        column = torch.arange(columns)
+        widest = int(tokens.max()) if self.on_host else widest_table(self.window, table.shape[1], queries, page)
+        columns = -(-widest // page)
+        column = torch.arange(columns, device=device)
         at = (column + left_out.view(-1, 1)).masked_fill(column == 0, 0) * page
         inside = column * page < tokens.view(-1, 1)
-        slots = self.req_to_token_pool.req_to_token[rows.view(-1, 1), at.masked_fill(~inside, 0)].to(torch.int64)
+        slots = table[rows.view(-1, 1), at.masked_fill(~inside, 0)].to(torch.int64)
         pages = (slots // page).masked_fill(~inside, 0)
-        heads = torch.arange(self.heads)
+        heads = torch.arange(self.heads, device=device)
         self._table = (pages.unsqueeze(1) * self.heads + heads.view(1, -1, 1)).masked_fill(pages.unsqueeze(1) == 0, 0)
         self._layout = TableLayout(tokens, columns, page, queries, self.token_to_kv_pool.dtype)
 
@@ -121,6 +133,9 @@ class DraftAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return False
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 0
+
 
 class MultiStepDraftBackend:
     """One backend per draft token after the first, as SGLang's EAGLE worker wants them."""
@@ -133,3 +148,15 @@ class MultiStepDraftBackend:
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         for backend in self.attn_backends:
             backend.init_forward_metadata(forward_batch)
+
+    # -- graphs -------------------------------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: what a graph needs is allocated as it is captured."""
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Nothing: the graph plans for itself."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata_in_graph(forward_batch)

@@ -16,9 +16,11 @@ import triton.language as tl
 
 from oasis_sglang.kernels.launch import (
     INDIRECT_STAGES,
+    ceil_div,
     converts_fp8,
     dot_dtype,
     launch,
+    page_bits,
     pow2,
     require_rows,
     split_count,
@@ -30,6 +32,13 @@ MAX_QUERIES = 8
 MAX_SPLITS = 64
 # Lanes that are worth a program of their own.
 SPLIT_LANES = 256
+# Query rows of a program, at most; of float32, whose products take the registers of three: where there are more, more
+# programs read K and V.
+MAX_ROWS, MAX_WIDE_ROWS = 64, 32
+# Of a thread, where the compiler would else spill some so that another block fits a multiprocessor.
+MAX_REGISTERS = 255
+# Parts that are joined at once, at least: one kernel for all batches whose sequences are cut into up to as many.
+JOINED = 8
 # Bytes of K, and of V, in one step of the loop, as they are multiplied: 8-bit pools are widened first.
 TILE_BYTES = 16384
 # float32 as three products of TensorFloat-32, which drop only the product of the lowest bits: exact ones have no tensor
@@ -51,7 +60,10 @@ def widen(x, DTYPE: tl.constexpr):
         return x.to(DTYPE)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride_n", "table_stride_h", "queries", "group", "page_shift", "splits"],
+    do_not_specialize_on_alignment=["table", "tokens"],
+)
 def attend_kernel(
     q,
     k_rows,
@@ -71,36 +83,41 @@ def attend_kernel(
     table_stride_h,
     scale,
     v_scale,
-    T: tl.constexpr,
-    G: tl.constexpr,
+    queries,
+    group,
+    page_shift,
+    splits,
     D: tl.constexpr,
-    PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    CUT: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One part of the lanes of one (sequence, KV head). Scores are kept in base 2: `scale` includes log2(e)."""
-    split, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """One part of the lanes of one (sequence, KV head), for `BLOCK_M` of its query rows. Scores are kept in base 2:
+    `scale` includes log2(e)."""
+    head, i = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    split, first_m = tl.program_id(0) % splits, tl.program_id(0) // splits * BLOCK_M
     heads = tl.num_programs(1)
     total = tl.load(tokens + i).to(tl.int32)
 
-    m = tl.arange(0, BLOCK_M)
+    m = first_m + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    query, member = m // G, m % G
-    in_row, in_dim = m < T * G, d < D
-    q_at = i * q_stride_n + query * q_stride_t + (head * G + member) * q_stride_h
+    query, member = m // group, m % group
+    in_row, in_dim = m < queries * group, d < D
+    q += i * q_stride_n + head * group * q_stride_h
+    q_at = query * q_stride_t + member * q_stride_h
     tile = tl.load(q + q_at[:, None] + d[None, :], mask=in_row[:, None] & in_dim[None, :], other=0.0).to(DOT)
     # Query token j of t sees all lanes but the last t - 1 - j.
-    seen = tl.where(in_row, total - (T - 1 - query), 0)
+    seen = tl.where(in_row, total - (queries - 1 - query), 0)
 
     # The parts of a sequence follow its own length, so that none idles; how many there are does not.
     blocks = tl.cdiv(total, BLOCK_N)
-    part = tl.cdiv(blocks, SPLITS) * BLOCK_N
+    part = tl.cdiv(blocks, splits) * BLOCK_N
     first = split * part
     end = tl.minimum(first + part, total)
     row_table = table + i * table_stride_n + head * table_stride_h
+    page_mask = (1 << page_shift) - 1
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
@@ -109,8 +126,8 @@ def attend_kernel(
         lane = start + tl.arange(0, BLOCK_N)
         valid = lane < end
         # Lanes without a token are never loaded: what they hold may be NaN, and 0 * NaN is NaN.
-        row = tl.load(row_table + lane // PAGE, mask=valid, other=0)
-        inside = (lane % PAGE) * D
+        row = tl.load(row_table + (lane >> page_shift), mask=valid, other=0)
+        inside = (lane & page_mask) * D
         k_at = row * k_stride + inside
         k = tl.load(k_rows + k_at[None, :] + d[:, None], mask=valid[None, :] & in_dim[:, None], other=0.0)
         score = tl.dot(tile, widen(k, DOT), input_precision=PRECISION) * scale
@@ -126,41 +143,47 @@ def attend_kernel(
         acc = tl.dot(weight.to(DOT), widen(v, DOT), acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
 
+    # Worked out again from what is only known here (0 is added), since registers that keep it through the loop spill.
+    m = first_m + tl.arange(0, BLOCK_M) + tl.minimum(total, 0)
+    query, member = m // group, m % group
+    in_row = m < queries * group
     some = mass > 0
+    in_tile = in_row[:, None] & in_dim[None, :]
     result = acc * (v_scale / tl.where(some, mass, 1.0))[:, None]
     logs = tl.where(some, top + tl.log2(tl.where(some, mass, 1.0)), float("-inf"))
-    if SPLITS == 1:
-        out_row = (i * T + query) * (heads * G) + head * G + member
-        tl.store(out + out_row[:, None] * D + d[None, :], result, mask=in_row[:, None] & in_dim[None, :])
+    if not CUT:
+        first_row = i * (queries * heads * group) + head * group
+        row = query * (heads * group) + member
+        tl.store(out + first_row * D + row[:, None] * D + d[None, :], result, mask=in_tile)
         if lse is not None:
-            tl.store(lse + out_row, logs * 0.6931471805599453, mask=in_row)
+            tl.store(lse + first_row + row, logs * 0.6931471805599453, mask=in_row)
     else:
-        part_row = ((i * heads + head) * SPLITS + split) * (T * G) + m
-        tl.store(part_lse + part_row, logs, mask=in_row)
+        first_row = ((i * heads + head) * splits + split) * (queries * group)
+        tl.store(part_lse + first_row + m, logs, mask=in_row)
         if end > first:
-            tl.store(parts + part_row[:, None] * D + d[None, :], result, mask=in_row[:, None] & in_dim[None, :])
+            tl.store(parts + first_row * D + m[:, None] * D + d[None, :], result, mask=in_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "group", "splits"])
 def merge_kernel(
     parts,
     part_lse,
     out,
     lse,
-    T: tl.constexpr,
-    G: tl.constexpr,
+    queries,
+    group,
+    splits,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
     """Join the parts of one (sequence, query token, query head)."""
-    at, query_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    heads = tl.num_programs(1) // G
-    i, query = at // T, at % T
-    split = tl.arange(0, SPLITS)
+    at, query_head = tl.program_id(0), tl.program_id(1)
+    i, query, head, member = at // queries, at % queries, query_head // group, query_head % group
+    heads, split = tl.num_programs(1) // group, tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
-    row = ((i * heads + query_head // G) * SPLITS + split) * (T * G) + query * G + query_head % G
-    logs = tl.load(part_lse + row)
+    row = ((i.to(tl.int64) * heads + head) * splits + split) * (queries * group) + query * group + member
+    logs = tl.load(part_lse + row, mask=split < splits, other=float("-inf"))
     top = tl.max(logs, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(logs - base)
@@ -169,7 +192,7 @@ def merge_kernel(
     wrote = logs > float("-inf")
     part = tl.load(parts + row[:, None] * D + d[None, :], mask=wrote[:, None] & (d < D)[None, :], other=0.0)
     result = tl.sum(part * weight[:, None], 0) / tl.where(mass > 0, mass, 1.0)
-    out_row = at * tl.num_programs(1) + query_head
+    out_row = at.to(tl.int64) * tl.num_programs(1) + query_head
     tl.store(out + out_row * D + d, result, mask=d < D)
     if lse is not None:
         logs = tl.where(mass > 0, base + tl.log2(tl.where(mass > 0, mass, 1.0)), float("-inf"))
@@ -229,7 +252,8 @@ def attend(
         `out`, or a new tensor like it.
 
     Raises:
-        ValueError: too many query tokens, dtypes that do not go together, or memory that is not laid out as said.
+        ValueError: too many query tokens, pages that are no power of two, dtypes that do not go together, or memory
+            that is not laid out as said.
     """
     n, t, query_heads, dim = q.shape
     heads, columns = table.shape[1:]
@@ -248,10 +272,13 @@ def attend(
     splits = splits_of(n, heads, columns, page_size, q.device)
     rows = n * query_heads * t * splits if splits > 1 else 0
     room = workspace(work, rows * (dim + 1), q.device)
-    block_d, block_m = pow2(dim), max(16, pow2(t * group))
+    block_d = pow2(dim)
+    block_m = min(max(16, pow2(t * group)), MAX_ROWS if q.element_size() == 2 else MAX_WIDE_ROWS)
+    # More query rows leave registers for fewer lanes.
+    tile, registers = (TILE_BYTES, None) if block_m == 16 else (TILE_BYTES // 2, MAX_REGISTERS)
     launch(
         attend_kernel,
-        (splits, heads, n),
+        (splits * ceil_div(t * group, block_m), heads, n),
         q,
         k_rows,
         v_rows,
@@ -267,17 +294,19 @@ def attend(
         *table.stride()[:2],
         scale * k_scale * math.log2(math.e),
         v_scale,
-        T=t,
-        G=group,
+        t,
+        group,
+        page_bits(page_size),
+        splits,
         D=dim,
-        PAGE=page_size,
         BLOCK_M=block_m,
         BLOCK_D=block_d,
-        BLOCK_N=min(max(TILE_BYTES // (block_d * q.element_size()), 16), 128),
-        SPLITS=splits,
+        BLOCK_N=min(max(tile // (block_d * q.element_size()), 16), 128),
+        CUT=splits > 1,
         DOT=dot_dtype(q.dtype),
         num_warps=4 if block_m * block_d <= 32 * 128 else 8,
         num_stages=INDIRECT_STAGES,
+        registers=registers,
     )
     if splits > 1:
         launch(
@@ -287,10 +316,11 @@ def attend(
             room[rows * dim :],
             out,
             lse,
-            T=t,
-            G=group,
+            t,
+            group,
+            splits,
             D=dim,
             BLOCK_D=block_d,
-            SPLITS=splits,
+            BLOCK_S=max(splits, JOINED),
         )
     return out

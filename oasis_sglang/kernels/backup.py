@@ -6,7 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from oasis_sglang.kernels.launch import launch, pow2, require_rows
+from oasis_sglang.kernels.launch import launch, page_bits, pow2, require_rows
+
+# By item size.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def same_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -14,7 +17,15 @@ def same_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-@triton.jit
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    """Floats as integers of their size, so that one kernel copies all dtypes of it."""
+    return x.view(INTEGERS[x.element_size()])
+
+
+@triton.jit(
+    do_not_specialize=["rows_stride", "page_shift"],
+    do_not_specialize_on_alignment=["rows", "offsets"],
+)
 def write_kernel(
     k_lanes,
     v_lanes,
@@ -27,7 +38,7 @@ def write_kernel(
     v_stride_n,
     v_stride_h,
     rows_stride,
-    PAGE: tl.constexpr,
+    page_shift,
     D: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -37,7 +48,7 @@ def write_kernel(
     head, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     row = tl.load(rows + i * rows_stride + head, mask=head < H, other=-1)
     inside = (row >= 0)[:, None] & (d < D)[None, :]
-    to = (row * PAGE + tl.load(offsets + i))[:, None] * D + d[None, :]
+    to = ((row << page_shift) + tl.load(offsets + i))[:, None] * D + d[None, :]
     tl.store(
         k_lanes + to, tl.load(k + i * k_stride_n + head[:, None] * k_stride_h + d[None, :], mask=inside), mask=inside
     )
@@ -46,7 +57,10 @@ def write_kernel(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "layers", "first", "queries", "page_shift"],
+    do_not_specialize_on_alignment=["slots", "accepted"],
+)
 def backup_kernel(
     host,
     slots,
@@ -56,24 +70,26 @@ def backup_kernel(
     tokens,
     layers,
     first,
-    T: tl.constexpr,
-    PAGE: tl.constexpr,
+    queries,
+    page_shift,
     D: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One token of one layer."""
-    token, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if token % T < tl.load(accepted + token // T):
+    at, layer = tl.program_id(0), tl.program_id(1)
+    token = at.to(tl.int64)
+    if at % queries < tl.load(accepted + at // queries):
         head, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
         inside = (head < H)[:, None] & (d < D)[None, :]
         source = ((layer * tokens + token) * H + head)[:, None] * D + d[None, :]
         slot = tl.load(slots + token)
-        piece = ((slot // PAGE) * layers + first + layer) * H + head
-        to = (piece * (2 * PAGE) + slot % PAGE)[:, None] * D + d[None, :]
+        page_size = 1 << page_shift
+        piece = ((slot >> page_shift) * layers + first + layer) * H + head
+        to = (piece * (2 * page_size) + (slot & (page_size - 1)))[:, None] * D + d[None, :]
         tl.store(host + to, tl.load(k + source, mask=inside), mask=inside)
-        tl.store(host + to + PAGE * D, tl.load(v + source, mask=inside), mask=inside)
+        tl.store(host + to + page_size * D, tl.load(v + source, mask=inside), mask=inside)
 
 
 def write_tokens(
@@ -104,16 +120,16 @@ def write_tokens(
     launch(
         write_kernel,
         (n,),
-        same_bytes(k_lanes),
-        same_bytes(v_lanes),
+        as_integers(k_lanes),
+        as_integers(v_lanes),
         rows,
         offsets,
-        same_bytes(k),
-        same_bytes(v),
+        as_integers(k),
+        as_integers(v),
         *k.stride()[:2],
         *v.stride()[:2],
         rows.stride(0),
-        PAGE=k_lanes.shape[1],
+        page_bits(k_lanes.shape[1]),
         D=dim,
         H=heads,
         BLOCK_H=pow2(heads),
@@ -150,16 +166,16 @@ def backup(
     launch(
         backup_kernel,
         (tokens, layers),
-        same_bytes(host),
+        as_integers(host),
         slots,
         accepted,
-        same_bytes(k),
-        same_bytes(v),
+        as_integers(k),
+        as_integers(v),
         tokens,
         host.shape[1],
         first,
-        T=tokens // max(accepted.numel(), 1),
-        PAGE=host.shape[4],
+        tokens // max(accepted.numel(), 1),
+        page_bits(host.shape[4]),
         D=dim,
         H=heads,
         BLOCK_H=pow2(heads),

@@ -37,6 +37,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -70,22 +71,23 @@ class Compiled(NamedTuple):
 
 def source_of(launch: Launch) -> Source:
     """What Triton would compile for this launch: pointers and integers that are multiples of 16 are known as such, and
-    1 is a constant."""
+    1 is a constant, where the kernel does not ask for a general one."""
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
     attributes: dict[tuple[int, ...], Any] = {}
-    for index, (name, arg) in enumerate(zip(launch.kernel.arg_names, launch.args, strict=False)):
-        if arg is None or (isinstance(arg, int) and arg == 1):
+    for index, (parameter, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=False)):
+        name, special = parameter.name, not parameter.do_not_specialize
+        if arg is None or (special and isinstance(arg, int) and arg == 1):
             constants[name] = arg
-        elif isinstance(arg, torch.Tensor):
-            signature[name] = POINTERS[arg.dtype]
-            attributes[index,] = ALIGNED
+            continue
+        if isinstance(arg, torch.Tensor):
+            signature[name], at = POINTERS[arg.dtype], arg.data_ptr()
         elif isinstance(arg, int):
-            signature[name] = "i32" if -(2**31) <= arg < 2**31 else "i64"
-            if arg % 16 == 0:
-                attributes[index,] = ALIGNED
+            signature[name], at = "i32" if -(2**31) <= arg < 2**31 else "i64", arg
         else:
-            signature[name] = "fp32"
+            signature[name], at = "fp32", 1
+        if special and not parameter.do_not_specialize_on_alignment and at % 16 == 0:
+            attributes[index,] = ALIGNED
     signature = {name: signature.get(name, "constexpr") for name in launch.kernel.arg_names}
     return Source(
         launch.kernel.fn.__module__, launch.kernel.fn.__name__, signature, constants, attributes, launch.options
@@ -118,7 +120,7 @@ def jobs_of(target: str, extent: Extent = "usual", only: str = "") -> Iterator[t
     seen = set()
     for name, launch in variants((number // 10, number % 10), extent):
         source = source_of(launch)
-        if only in name and (key := repr(source)) not in seen:
+        if re.search(only, f"{source.kernel} {name}") and (key := repr(source)) not in seen:
             seen.add(key)
             yield name, target, source
 
@@ -159,8 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all of them")
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--pairwise", action="store_true", help="every two values that can meet meet; minutes a target")
-    extent.add_argument("--all", action="store_true", help="every supported combination; hours")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    extent.add_argument("--all", action="store_true", help="every supported combination; minutes a target")
+    parser.add_argument("--only", default="", help="variants in whose kernel and name this is found")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: all cores)")
     args = parser.parse_args(argv)
     chosen: Extent = "all" if args.all else "pairwise" if args.pairwise else "usual"

@@ -389,12 +389,14 @@ def require_supported(config: OasisConfig, chain: int) -> None:
     """
     most = min(MAX_QUERIES, config.page_size)
     reasons = {
-        f"dense_layers={config.dense_layers} works on CPU hosts only; use dense_layers=0": config.dense_layers > 0,
-        "debug_attention_mass=true works on CPU hosts only; leave it out": config.debug_attention_mass,
-        "transfer='workers' works on CPU hosts only; use transfer='inline'": config.workers > 0,
-        f"chains of {chain} tokens (--speculative-num-draft-tokens) do not work with page_size={config.page_size}; "
-        f"use {most} or fewer": chain > most,
+        f"--oasis-config: dense_layers={config.dense_layers} works on CPU hosts only; use dense_layers=0": (
+            config.dense_layers > 0
+        ),
+        "--oasis-config: debug_attention_mass=true works on CPU hosts only; leave it out": config.debug_attention_mass,
+        "--oasis-config: transfer='workers' works on CPU hosts only; use transfer='inline'": config.workers > 0,
+        f"--speculative-num-draft-tokens={chain} does not work on a GPU with pages of {config.page_size} tokens; use "
+        f"{most} or fewer": chain > most,
     }
     found = [reason for reason, present in reasons.items() if present]
     if found:
-        raise ValueError(f"--oasis-config: {'; '.join(found)}")
+        raise ValueError("; ".join(found))

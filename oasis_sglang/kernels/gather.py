@@ -11,14 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from oasis_sglang.kernels.launch import launch, pow2
+from oasis_sglang.kernels.launch import THREADS, launch, pow2
 
 # Programs that copy at once, and words of 8 bytes that each has on the way: two per thread are one vector of 16 bytes.
 PROGRAMS = 16
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["lists", "heads", "layers", "layer", "cap"],
+    do_not_specialize_on_alignment=["pages", "rows", "count"],
+)
 def gather_kernel(
     host,
     k_rows,
@@ -106,6 +109,6 @@ def gather(
         layer,
         cap,
         WORDS=width // 8,
-        LISTS=pow2(count.numel()),
+        LISTS=max(pow2(count.numel()), THREADS),
         BLOCK=min(BLOCK, pow2(width // 8)),
     )

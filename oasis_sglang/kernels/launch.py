@@ -23,6 +23,9 @@ TRITON_DTYPES = {
 # For loops that load an index and then what it names: Triton divides the stages between the two, and from five on the
 # data have two buffers, so that one is filled while the other is used.
 INDIRECT_STAGES = 5
+# Threads of a block of 4 warps: tensors of fewer elements keep no fewer of them busy, so these are worth no kernel of
+# their own.
+THREADS = 128
 # Where no device says how many it has: an H100's or H200's.
 MULTIPROCESSORS = 132
 
@@ -34,7 +37,7 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]  # constexpr arguments
-    options: dict[str, int]  # num_warps and num_stages
+    options: dict[str, int]  # num_warps, num_stages, and maxnreg where it is given
 
 
 _recorded: list[Launch] | None = None
@@ -55,10 +58,22 @@ def recording(capability: tuple[int, int] = (9, 0)) -> Iterator[list[Launch]]:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    registers: int | None = None,
+    **constants: Any,
 ) -> None:
-    """Run `kernel` on `grid`; one with no programs is not started, since CUDA refuses it."""
+    """Run `kernel` on `grid`; one with no programs is not started, since CUDA refuses it.
+
+    Args:
+        registers: that a thread may have; None lets the compiler spill some for more blocks on a multiprocessor.
+    """
     options = {"num_warps": num_warps, "num_stages": num_stages}
+    if registers is not None:
+        options["maxnreg"] = registers
     if _recorded is not None:
         _recorded.append(Launch(kernel, grid, args, constants, options))
     elif all(grid):
@@ -68,6 +83,17 @@ def launch(
 def pow2(n: int) -> int:
     """The smallest power of two that is at least `n`, at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def page_bits(page_size: int) -> int:
+    """By how much lanes are shifted to number their pages.
+
+    Raises:
+        ValueError: pages that are no power of two.
+    """
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"pages of {page_size} tokens; powers of two work")
+    return page_size.bit_length() - 1
 
 
 def ceil_div(n: int, by: int) -> int:

@@ -40,7 +40,10 @@ def keep_logits(logit, column, end, top, mass, logits, in_row, row, columns):
     return new_top, mass
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["pages_stride_n", "pages_stride_h", "queries", "group", "splits"],
+    do_not_specialize_on_alignment=["pages", "counts"],
+)
 def sketch_kernel(
     q,
     dims,
@@ -59,8 +62,9 @@ def sketch_kernel(
     pages_stride,
     columns,
     scale,
-    T: tl.constexpr,
-    G: tl.constexpr,
+    queries,
+    group,
+    splits,
     KEPT: tl.constexpr,
     PAGE: tl.constexpr,
     LANES: tl.constexpr,
@@ -68,7 +72,6 @@ def sketch_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    SPLITS: tl.constexpr,
     FROM_PAGES: tl.constexpr,
 ):
     """Logits by sketches: the largest q.k of a page's tokens, products of integers being exact."""
@@ -81,9 +84,9 @@ def sketch_kernel(
 
     m = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
-    query, member = m // G, m % G
-    in_row, in_half = m < T * G, c < half
-    q_at = i * q_stride_n + query * q_stride_t + (head * G + member) * q_stride_h
+    query, member = m // group, m % group
+    in_row, in_half = m < queries * group, c < half
+    q_at = i * q_stride_n + query * q_stride_t + (head * group + member) * q_stride_h
     in_tile = in_row[:, None] & in_half[None, :]
     low_dims = tl.load(dims + c, mask=in_half, other=0)
     high_dims = tl.load(dims + half + c, mask=in_half, other=0)
@@ -94,10 +97,10 @@ def sketch_kernel(
     high = to_codes(high, unit[:, None], 127.0).to(tl.int8)
 
     total = tl.minimum(tl.load(counts + i).to(tl.int32), columns)
-    part = tl.cdiv(tl.cdiv(total, BLOCK_P), SPLITS) * BLOCK_P
+    part = tl.cdiv(tl.cdiv(total, BLOCK_P), splits) * BLOCK_P
     first = split * part
     end = tl.minimum(first + part, total)
-    row = ((i * heads + head) * (T * G) + m).to(tl.int64)
+    row = ((i * heads + head) * (queries * group) + m).to(tl.int64)
     pages += i * pages_stride_n + head * pages_stride_h
     x = tl.arange(0, BLOCK_P * tokens)
     lane = x % tokens
@@ -119,8 +122,8 @@ def sketch_kernel(
         best = tl.max(tl.reshape(each, [BLOCK_M, BLOCK_P, tokens]), 2)
         here = start + tl.arange(0, BLOCK_P)
         top, mass = keep_logits(best, here, end, top, mass, logits, in_row, row, columns)
-    tl.store(tops + row * SPLITS + split, top, mask=in_row)
-    tl.store(masses + row * SPLITS + split, mass, mask=in_row)
+    tl.store(tops + row * splits + split, top, mask=in_row)
+    tl.store(masses + row * splits + split, mass, mask=in_row)
 
 
 @triton.jit
@@ -142,7 +145,10 @@ def add_bounds(above, below, table, base, valid, d, bound, D: tl.constexpr, DOT:
     return tl.dot(below, low, bound, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["pages_stride_n", "pages_stride_h", "queries", "group", "splits"],
+    do_not_specialize_on_alignment=["pages", "counts"],
+)
 def minmax_kernel(
     q,
     table,
@@ -159,13 +165,13 @@ def minmax_kernel(
     pages_stride,
     columns,
     scale,
-    T: tl.constexpr,
-    G: tl.constexpr,
+    queries,
+    group,
+    splits,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    SPLITS: tl.constexpr,
     FROM_PAGES: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -174,17 +180,17 @@ def minmax_kernel(
     split, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     m = tl.arange(0, BLOCK_M)
-    query, member = m // G, m % G
-    in_row = m < T * G
-    q_at = i * q_stride_n + query * q_stride_t + (head * G + member) * q_stride_h
+    query, member = m // group, m % group
+    in_row = m < queries * group
+    q_at = i * q_stride_n + query * q_stride_t + (head * group + member) * q_stride_h
     if BLOCK_D >= D:
         above, below = signed(q, q_at, in_row, tl.arange(0, BLOCK_D), D, DOT)
 
     total = tl.minimum(tl.load(counts + i).to(tl.int32), columns)
-    part = tl.cdiv(tl.cdiv(total, BLOCK_P), SPLITS) * BLOCK_P
+    part = tl.cdiv(tl.cdiv(total, BLOCK_P), splits) * BLOCK_P
     first = split * part
     end = tl.minimum(first + part, total)
-    row = ((i * heads + head) * (T * G) + m).to(tl.int64)
+    row = ((i * heads + head) * (queries * group) + m).to(tl.int64)
     pages += i * pages_stride_n + head * pages_stride_h
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
@@ -201,5 +207,5 @@ def minmax_kernel(
                 plus, minus = signed(q, q_at, in_row, d, D, DOT)
                 bound = add_bounds(plus, minus, table, base, valid, d, bound, D, DOT)
         top, mass = keep_logits(bound * scale, column, end, top, mass, logits, in_row, row, columns)
-    tl.store(tops + row * SPLITS + split, top, mask=in_row)
-    tl.store(masses + row * SPLITS + split, mass, mask=in_row)
+    tl.store(tops + row * splits + split, top, mask=in_row)
+    tl.store(masses + row * splits + split, mass, mask=in_row)

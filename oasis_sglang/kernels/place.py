@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from oasis_sglang.kernels.launch import launch, pow2
+from oasis_sglang.kernels.launch import THREADS, launch, pow2
 from oasis_sglang.kernels.topk import ABSENT
 from oasis_sglang.memory_pool.working_set import PINNED, WorkingSets
 
@@ -19,13 +19,13 @@ NEVER = tl.constexpr(PINNED)
 
 
 @triton.jit
-def slot_for(page, may_start, width, slot_of, page_of, last_used, now, SET_PAGES: tl.constexpr, SLOTS: tl.constexpr):
+def slot_for(page, may_start, width, slot_of, page_of, last_used, now, set_pages, SLOTS: tl.constexpr):
     """Slot of a page that is being written, given to it now where it has none and may start: slot i for page i while
     the sequence fits, else the least recently used one. -1 where it has none."""
     slot = tl.load(slot_of + page)
     if (slot == ABSENT) & may_start:
         w = tl.arange(0, SLOTS)
-        used = tl.load(last_used + w, mask=w < SET_PAGES, other=NEVER)
+        used = tl.load(last_used + w, mask=w < set_pages, other=NEVER)
         age = (used.to(tl.int64) << 32) | w.to(tl.int64)
         oldest = (tl.min(age, 0) & 0xFFFFFFFF).to(tl.int32)
         slot = tl.where(page < width, page.to(tl.int32), oldest)
@@ -40,7 +40,13 @@ def slot_for(page, may_start, width, slot_of, page_of, last_used, now, SET_PAGES
     return slot
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["sequence_pages", "budget_pages", "set_pages", "columns"],
+    do_not_specialize_on_alignment=[
+        "rows", "sparse_rows", "pages", "offsets", "widths", "owned", "cells", "slot_of", "page_of", "last_used",
+        "chosen", "chosen_tail", "token_rows", "table",
+    ],
+)  # fmt: skip
 def place_kernel(
     rows,
     sparse_rows,
@@ -59,10 +65,10 @@ def place_kernel(
     table,
     faults,
     sequence_pages,
+    budget_pages,
+    set_pages,
+    columns,
     T: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BUDGET_PAGES: tl.constexpr,
-    SET_PAGES: tl.constexpr,
     SLOTS: tl.constexpr,
     LINE: tl.constexpr,
     KEEP: tl.constexpr,
@@ -72,27 +78,27 @@ def place_kernel(
     heads = tl.num_programs(0)
     row = tl.load(rows + i)
     c = tl.arange(0, LINE)
-    table += (i * heads + head) * COLUMNS
+    table += (i * heads + head) * columns
     if row < 0:
         for j in tl.static_range(T):
             tl.store(token_rows + (i * T + j) * heads + head, -1)
-        tl.store(table + c, tl.zeros([LINE], tl.int64), mask=c < COLUMNS)
+        tl.store(table + c, tl.zeros([LINE], tl.int64), mask=c < columns)
         return
     now = tl.load(step)
     width = tl.load(widths + row)
-    owned += row * SET_PAGES
+    owned += row * set_pages
     slot_of += (row * heads + head) * sequence_pages
-    page_of += (row * heads + head) * SET_PAGES
-    last_used += (row * heads + head) * SET_PAGES
+    page_of += (row * heads + head) * set_pages
+    last_used += (row * heads + head) * set_pages
 
     # A chain that was cut short may have started its last page already; that page is in every chain until it is full.
     first, last = tl.load(pages + i * T), tl.load(pages + i * T + T - 1)
     at_start = tl.load(offsets + i * T) == 0
-    slot = slot_for(first, at_start, width, slot_of, page_of, last_used, now, SET_PAGES, SLOTS)
+    slot = slot_for(first, at_start, width, slot_of, page_of, last_used, now, set_pages, SLOTS)
     next_slot = slot
     if T > 1:
         next_slot = slot_for(
-            last, at_start | (last != first), width, slot_of, page_of, last_used, now, SET_PAGES, SLOTS
+            last, at_start | (last != first), width, slot_of, page_of, last_used, now, set_pages, SLOTS
         )
     lost = (slot == ABSENT) | (next_slot == ABSENT)
     tail_row = tl.load(cells + tl.load(owned + tl.maximum(slot, 0)) * heads + head)
@@ -108,43 +114,43 @@ def place_kernel(
         # wanted. Where nothing is chosen ahead, selection writes these columns later.
         line = tl.zeros([LINE], tl.int64)
         if chosen is not None:
-            chosen += (row * heads + head) * BUDGET_PAGES
-            inside = c < BUDGET_PAGES
+            chosen += (row * heads + head) * budget_pages
+            inside = c < budget_pages
             want = tl.load(chosen + c, mask=inside, other=ABSENT)
             fresh = tl.load(chosen_tail + row) != first
-            want = tl.where(fresh & (c == BUDGET_PAGES - 1), (first - 1).to(tl.int32), want)
+            want = tl.where(fresh & (c == budget_pages - 1), (first - 1).to(tl.int32), want)
             slots = tl.load(slot_of + want, mask=inside & (want >= 0), other=ABSENT)
             here = slots != ABSENT
             device_page = tl.load(owned + slots, mask=here, other=0)
             line = tl.load(cells + device_page * heads + head, mask=here, other=0)
-            lost = lost | (tl.sum(here.to(tl.int32), 0) < BUDGET_PAGES)
+            lost = lost | (tl.sum(here.to(tl.int32), 0) < budget_pages)
             if KEEP:
                 # Nothing else protects these pages, or remembers what took a page's place.
                 tl.store(chosen + c, want, mask=inside)
                 tl.store(last_used + slots, now, mask=here)
         spill = tl.where(last == first, 0, next_row)
-        line = tl.where(c == BUDGET_PAGES, tail_row, tl.where(c == BUDGET_PAGES + 1, spill, line))
-        tl.store(table + c, line, mask=c < COLUMNS)
+        line = tl.where(c == budget_pages, tail_row, tl.where(c == budget_pages + 1, spill, line))
+        tl.store(table + c, line, mask=c < columns)
     else:
         held = c <= last
-        lost = lost | (last >= tl.minimum(width, COLUMNS))
+        lost = lost | (last >= tl.minimum(width, columns))
         device_page = tl.load(owned + c, mask=held & (c < width), other=0)
         line = tl.load(cells + device_page * heads + head)
-        tl.store(table + c, tl.where(held, line, 0), mask=c < COLUMNS)
+        tl.store(table + c, tl.where(held, line, 0), mask=c < columns)
     tl.atomic_add(faults, 1, mask=lost)
 
 
-@triton.jit
-def remember_kernel(attended, rows, chosen, BUDGET_PAGES: tl.constexpr, BUDGET: tl.constexpr):
+@triton.jit(do_not_specialize=["budget_pages"], do_not_specialize_on_alignment=["attended", "rows", "chosen"])
+def remember_kernel(attended, rows, chosen, budget_pages, BUDGET: tl.constexpr):
     """One (sequence, KV head)."""
     head, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(0)
     row = tl.load(rows + i)
     if row >= 0:
         k = tl.arange(0, BUDGET)
-        inside = k < BUDGET_PAGES
-        page = tl.load(attended + (i * heads + head) * BUDGET_PAGES + k, mask=inside)
-        tl.store(chosen + (row * heads + head) * BUDGET_PAGES + k, page.to(tl.int32), mask=inside)
+        inside = k < budget_pages
+        page = tl.load(attended + (i * heads + head) * budget_pages + k, mask=inside)
+        tl.store(chosen + (row * heads + head) * budget_pages + k, page.to(tl.int32), mask=inside)
 
 
 def place(
@@ -203,12 +209,12 @@ def place(
         table,
         faults,
         sets.sequence_pages,
+        budget_pages,
+        sets.set_pages,
+        columns,
         T=t,
-        COLUMNS=columns,
-        BUDGET_PAGES=budget_pages,
-        SET_PAGES=sets.set_pages,
-        SLOTS=pow2(sets.set_pages),
-        LINE=pow2(columns),
+        SLOTS=max(pow2(sets.set_pages), THREADS),
+        LINE=max(pow2(columns), THREADS),
         KEEP=keep,
     )
 
@@ -217,4 +223,4 @@ def remember(attended: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor) -
     """Keep `attended` `[n, H, K]` int64, contiguous, as `chosen` `[rows, H, K]` int32 of rows `[n]`; a negative row's
     is dropped."""
     n, heads, budget = attended.shape
-    launch(remember_kernel, (heads, n), attended, rows, chosen, BUDGET_PAGES=budget, BUDGET=pow2(budget))
+    launch(remember_kernel, (heads, n), attended, rows, chosen, budget, BUDGET=max(pow2(budget), THREADS))

@@ -32,7 +32,7 @@ SHARE_BLOCK = 512
 WIDE_DIMS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=["counts"])
 def share_kernel(
     logits,
     tops,
@@ -40,7 +40,7 @@ def share_kernel(
     counts,
     scores,
     columns,
-    T: tl.constexpr,
+    queries,
     G: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -52,10 +52,10 @@ def share_kernel(
     valid = column < tl.minimum(tl.load(counts + i).to(tl.int32), columns)
     split = tl.arange(0, SPLITS)
     best = tl.zeros([BLOCK], tl.float32)
-    for query in range(T):
+    for query in range(queries):
         share = tl.zeros([BLOCK], tl.float32)
         for member in range(G):
-            row = lane * (T * G) + query * G + member
+            row = (lane * queries + query) * G + member
             top = tl.load(tops + row * SPLITS + split)
             most = tl.max(top, 0)
             base = tl.where(most == float("-inf"), 0.0, most)
@@ -118,7 +118,7 @@ class _Scoring:
             counts,
             self.scores,
             self.columns,
-            T=self.t,
+            self.t,
             G=self.group,
             BLOCK=SHARE_BLOCK,
             SPLITS=self.splits,
@@ -169,8 +169,9 @@ def score_sketches(
         *s.parts,
         *s.strides,
         scale,
-        T=s.t,
-        G=s.group,
+        s.t,
+        s.group,
+        s.splits,
         KEPT=dims.numel(),
         PAGE=page_size,
         LANES=LANES,
@@ -178,7 +179,6 @@ def score_sketches(
         BLOCK_M=block_m,
         BLOCK_C=max(32, pow2(dims.numel() // 2)),
         BLOCK_P=max(TOKENS_PER_BLOCK // tokens // (block_m // 16), 1),
-        SPLITS=s.splits,
         FROM_PAGES=s.from_pages,
         num_stages=INDIRECT_STAGES,
     )
@@ -227,13 +227,13 @@ def score_minmax(
         *s.parts,
         *s.strides,
         scale,
-        T=s.t,
-        G=s.group,
+        s.t,
+        s.group,
+        s.splits,
         D=q.shape[3],
         BLOCK_M=block_m,
         BLOCK_D=block_d,
         BLOCK_P=min(max(8192 // (block_d * q.element_size()), 16), 64),
-        SPLITS=s.splits,
         FROM_PAGES=s.from_pages,
         DOT=dot_dtype(q.dtype),
         num_stages=INDIRECT_STAGES,

@@ -76,7 +76,13 @@ def write_pages(
     tl.store(table + want, tail_row)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["host_stride", "sequence_pages", "table_stride_n", "table_stride_h"],
+    do_not_specialize_on_alignment=[
+        "tail", "rows", "host_pages", "owned", "cells", "slot_of", "page_of", "last_used", "table", "at", "attended",
+        "miss_host", "miss_row", "miss_slot", "miss_page", "miss_evicted", "miss_count", "missed",
+    ],
+)  # fmt: skip
 def select_kernel(
     scores,
     tail,

@@ -152,7 +152,7 @@ class StepState:
         g, n, t, k = shape.geometry, shape.batch, shape.chain, shape.budget_pages
         heads, layers = g.kv_heads, g.layers
         self.inputs = (StepInputs.allocate(shape, device), StepInputs.allocate(shape, device))
-        self.order = torch.arange(n, device=device)
+        self.order = torch.arange(max(n, t), device=device)
         self.token_rows = torch.zeros(n * t, heads, dtype=torch.int64, device=device)
         self.table = torch.zeros(n, heads, shape.table_columns, dtype=torch.int64, device=device)
         # A step's tokens may still be on their way to the host pool when the next step writes its own.

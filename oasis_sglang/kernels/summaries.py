@@ -7,12 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from oasis_sglang.kernels.launch import ceil_div, launch, pow2, require_rows
+from oasis_sglang.kernels.launch import ceil_div, launch, page_bits, pow2, require_rows
 from oasis_sglang.kernels.logits import to_codes
 from oasis_sglang.memory_pool.sketch import LANES, LARGEST, SCALE_BYTES
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_tokens"], do_not_specialize_on_alignment=["pages"])
 def build_minmax_kernel(
     table,
     pages,
@@ -41,7 +41,10 @@ def build_minmax_kernel(
     tl.store(table + to + D, low, mask=d < D)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "layer_rows", "queries", "page_shift"],
+    do_not_specialize_on_alignment=["slots", "accepted"],
+)
 def append_minmax_kernel(
     table,
     slots,
@@ -49,8 +52,8 @@ def append_minmax_kernel(
     keys,
     tokens,
     layer_rows,
-    T: tl.constexpr,
-    PAGE: tl.constexpr,
+    queries,
+    page_shift,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -62,15 +65,15 @@ def append_minmax_kernel(
     high = tl.zeros([BLOCK_D], tl.float32)
     low = tl.zeros([BLOCK_D], tl.float32)
     before = tl.full([], -1, tl.int64)
-    for j in range(T):
-        token = i * T + j
+    for j in range(queries):
+        token = i * queries + j
         within = (d < D) & (j < kept)
         slot = tl.load(slots + token)
-        page = slot // PAGE
+        page = slot >> page_shift
         key = tl.load(keys + ((layer * tokens + token) * heads + head) * D + d, mask=within, other=0.0).to(tl.float32)
         to = (layer * layer_rows + page * heads + head) * (2 * D) + d
         # What an earlier token of this sequence wrote is still in registers, and may not be in memory yet.
-        fresh = slot % PAGE == 0
+        fresh = (slot & ((1 << page_shift) - 1)) == 0
         load = within & (page != before) & (fresh == 0)
         high = tl.where(page == before, high, tl.load(table + to, mask=load, other=0.0).to(tl.float32))
         low = tl.where(page == before, low, tl.load(table + to + D, mask=load, other=0.0).to(tl.float32))
@@ -92,7 +95,7 @@ def encode(low, high, LARGEST: tl.constexpr):
     return (first | (second << 4)).to(tl.uint8), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_tokens", "page_size"], do_not_specialize_on_alignment=["pages", "dims"])
 def build_sketch_kernel(
     table,
     units,
@@ -103,8 +106,8 @@ def build_sketch_kernel(
     stride_h,
     stride_p,
     last_tokens,
+    page_size,
     KEPT: tl.constexpr,
-    PAGE: tl.constexpr,
     LANES: tl.constexpr,
     LARGEST: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
@@ -114,7 +117,7 @@ def build_sketch_kernel(
     at, head, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     half: tl.constexpr = KEPT // 2
     block_bytes: tl.constexpr = LANES * half + SCALE_BYTES
-    tokens = tl.where(at == tl.num_programs(0) - 1, last_tokens, PAGE)
+    tokens = tl.where(at == tl.num_programs(0) - 1, last_tokens, page_size)
     lane, c = tl.arange(0, LANES), tl.arange(0, BLOCK_C)
     there, in_half = block * LANES + lane < tokens, c < half
     from_row = keys + at * stride_m + head * stride_h + (block * LANES + lane)[:, None] * stride_p
@@ -131,7 +134,10 @@ def build_sketch_kernel(
     tl.store(units + (to + LANES * half) // 2 + lane, scale)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "layer_rows", "queries", "page_shift"],
+    do_not_specialize_on_alignment=["dims", "slots", "accepted"],
+)
 def append_sketch_kernel(
     table,
     units,
@@ -141,9 +147,9 @@ def append_sketch_kernel(
     keys,
     tokens,
     layer_rows,
-    T: tl.constexpr,
+    queries,
+    page_shift,
     KEPT: tl.constexpr,
-    PAGE: tl.constexpr,
     D: tl.constexpr,
     LANES: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -153,11 +159,11 @@ def append_sketch_kernel(
     H: tl.constexpr,
 ):
     """One token of one layer, all KV heads."""
-    token, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = at.to(tl.int64)
     half: tl.constexpr = KEPT // 2
     block_bytes: tl.constexpr = LANES * half + SCALE_BYTES
-    blocks: tl.constexpr = (PAGE + LANES - 1) // LANES
-    if token % T < tl.load(accepted + token // T):
+    if at % queries < tl.load(accepted + at // queries):
         head, c = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
         in_half = c < half
         inside = (head < H)[:, None] & in_half[None, :]
@@ -168,8 +174,10 @@ def append_sketch_kernel(
         high = tl.load(from_row + high_dims[None, :], mask=inside, other=0.0).to(tl.float32)
         packed, scale = encode(low, high, LARGEST)
         slot = tl.load(slots + token)
-        lane = slot % PAGE
-        row = layer * layer_rows + (slot // PAGE) * H + head
+        page_size = 1 << page_shift
+        blocks = (page_size + LANES - 1) // LANES
+        lane = slot & (page_size - 1)
+        row = layer * layer_rows + (slot >> page_shift) * H + head
         to = (row * blocks + lane // LANES) * block_bytes
         codes = table + to[:, None] + (64 * (c // 4) + c % 4)[None, :] + 4 * (lane % LANES)
         tl.store(codes, packed, mask=inside)
@@ -223,8 +231,8 @@ def append_minmax(
         keys,
         tokens,
         table.shape[1],
-        T=tokens // max(n, 1),
-        PAGE=page_size,
+        tokens // max(n, 1),
+        page_bits(page_size),
         D=dim,
         BLOCK_D=pow2(dim),
     )
@@ -252,8 +260,8 @@ def build_sketches(
         keys,
         *keys.stride()[:3],
         last_tokens,
+        page,
         KEPT=dims.numel(),
-        PAGE=page,
         LANES=LANES,
         LARGEST=LARGEST,
         SCALE_BYTES=SCALE_BYTES,
@@ -288,9 +296,9 @@ def append_sketches(
         keys,
         tokens,
         table.shape[1],
-        T=tokens // max(accepted.numel(), 1),
+        tokens // max(accepted.numel(), 1),
+        page_bits(page_size),
         KEPT=dims.numel(),
-        PAGE=page_size,
         D=dim,
         LANES=LANES,
         LARGEST=LARGEST,

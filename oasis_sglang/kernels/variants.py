@@ -27,6 +27,8 @@ DIMS, PAGES, GROUPS, QUERIES = (64, 80, 96, 128, 256), (16, 32, 64), (1, 2, 4, 8
 HEADS, LAYERS, HOST_PAGES = 8, 36, 4096
 # A batch of one, whose sequences are split most, and one that fills the device unsplit.
 BATCHES = (1, 128)
+# Tokens of page tables, and batches of 131,072 tokens each, that are cut into 16 to 64 and into 1 to 64 parts.
+WIDE_TOKENS, SPLIT_BATCHES = (4096, 8192, 16384), (1, 2, 4, 8, 16, 32, 128)
 # (dtype, head dim, page size, group, query tokens, batch): what common models ask for, and the edges of what works.
 USUAL = (
     (BF16, 128, 16, 4, 1, 1),
@@ -51,20 +53,24 @@ def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def attend_call(kv: torch.dtype, dim: int, page: int, group: int, t: int, batch: int) -> Call:
+def attend_call(
+    kv: torch.dtype, dim: int, page: int, group: int, t: int, batch: int, tokens: int = 2048, logs: bool = False
+) -> Call:
+    """`tokens` that a page table names; `logs` of the softmaxes' sums, which servers do not ask for."""
     q = empty(batch, t, HEADS * group, dim, dtype=BF16 if kv == FP8 else kv)
     pool = empty(HOST_PAGES, page * dim, dtype=kv)
-    table = empty(batch, HEADS, 2048 // page + 2)
-    return lambda: attend(q, pool, pool, table, empty(batch), page, 1.0, lse=empty(batch, t, HEADS * group, dtype=FP32))
+    table = empty(batch, HEADS, tokens // page + 2)
+    lse = empty(batch, t, HEADS * group, dtype=FP32) if logs else None
+    return lambda: attend(q, pool, pool, table, empty(batch), page, 1.0, lse=lse)
 
 
-def score_call(kv: torch.dtype, dim: int, page: int, group: int, t: int, batch: int) -> Call:
+def score_call(kv: torch.dtype, dim: int, page: int, group: int, t: int, batch: int, tokens: int = 32768) -> Call:
     """Sketches of half the dimensions, or of all where a model's rotary embeddings ask for that (here: at 80)."""
     q = empty(batch, t, HEADS * group, dim, dtype=BF16 if kv == FP8 else kv)
     kept = dim if dim == 80 else dim // 2
     blocks = -(-page // LANES)
     sketches = empty(HOST_PAGES, blocks * (LANES * kept // 2 + SCALE_BYTES), dtype=torch.uint8)
-    pages = empty(batch, 32768 // page)
+    pages = empty(batch, tokens // page)
     return lambda: score_sketches(q, empty(kept), sketches, pages, empty(batch), HEADS, page, 1.0)
 
 
@@ -162,6 +168,18 @@ def select_configs(extent: Extent) -> Iterator[OasisConfig]:
             yield OasisConfig(page_size=page, token_budget=budget, fetch_ratio=ratio)
 
 
+def split_calls() -> Iterator[tuple[str, Call]]:
+    """Into every number of parts that sequences are cut into: joined attention by wide page tables, shares by batches;
+    and attention whose logarithms are asked for."""
+    for kv, dim, tokens in itertools.product(DTYPES, DIMS, WIDE_TOKENS):
+        yield f"attend {str(kv)[6:]} D={dim} L={tokens}", attend_call(kv, dim, 16, 1, 1, 1, tokens)
+    for group, batch in itertools.product(GROUPS, SPLIT_BATCHES):
+        yield f"score sketch G={group} n={batch}", score_call(BF16, 128, 16, group, 1, batch, 1 << 17)
+    for kv, dim, page, group, t, batch in USUAL:
+        name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
+        yield f"attend {name} logs", attend_call(kv, dim, page, group, t, batch, logs=True)
+
+
 def calls(extent: Extent) -> Iterator[tuple[str, Call]]:
     axes = (DTYPES, DIMS, PAGES, GROUPS, QUERIES, BATCHES)
     shapes: list[Any] = list(USUAL)
@@ -171,6 +189,8 @@ def calls(extent: Extent) -> Iterator[tuple[str, Call]]:
     for kv, dim, page, group, t, batch in shapes:
         name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"
         yield f"attend {name}", attend_call(kv, dim, page, group, t, batch)
+    if extent == "all":
+        yield from split_calls()
     # Sketches, copies and appends are the same for many of these.
     for kv, dim, page, group, t, batch in shapes if everything else shapes[:2] + shapes[6:]:
         name = f"{str(kv)[6:]} D={dim} P={page} G={group} t={t} n={batch}"

@@ -1,8 +1,10 @@
-"""What a GPU host keeps on its device beside the weights, in bytes: every tensor that `DeviceTier` allocates.
+"""What a GPU host keeps on its device beside the weights, in bytes: every tensor that `DeviceTier` allocates, and what
+drafts need.
 
 per device page      K and V, and what says where it is
 per host page        key summaries, the mark of what is written, the draft model's KV
-whatever the pools   maps of working sets, buffers and workspaces of steps, one layer of the longest sequence
+whatever the pools   maps of working sets, buffers and workspaces of steps, one layer of the longest sequence, and the
+                     tokens of sequences where drafts are copied from them
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True):
         rows: most requests at once. batch: most sequences in a decode step, padding included.
         query_heads: of this rank. chain: most new tokens of a sequence in a step.
         flashinfer: decode steps attend with FlashInfer's kernels, not with Triton's.
+        copies: drafts are copied from the sequences (`PromptLookup`).
     """
 
     rows: int
@@ -37,6 +40,7 @@ class DeviceLoad(msgspec.Struct, frozen=True, kw_only=True):
     chain: int
     context_len: int
     flashinfer: bool = False
+    copies: bool = False
 
     def shape(self, config: OasisConfig, geometry: PoolGeometry) -> StepShape:
         from oasis_sglang.kernels.step_state import StepShape
@@ -84,7 +88,7 @@ def step_bytes(shape: StepShape, device: torch.device) -> int:
     g, n, t, k = shape.geometry, shape.batch, shape.chain, shape.budget_pages
     heads, layers, columns = g.kv_heads, g.layers, shape.sequence_pages
     inputs = 2 * (n * (8 + columns + 3 * t) * INT64 + INT32)
-    tables = n * INT64 + n * t * heads * INT64 + n * heads * shape.table_columns * INT64
+    tables = max(n, t) * INT64 + n * t * heads * INT64 + n * heads * shape.table_columns * INT64
     tokens = (1 + shape.ahead) * 2 * layers * n * t * heads * g.head_dim * g.itemsize
     scoring = (n * heads * columns + shape.score_work(device)) * FLOAT32
     power = 1 << max(k - 1, 0).bit_length()
@@ -102,6 +106,11 @@ def staging_bytes(geometry: PoolGeometry, context_len: int) -> int:
     """Of one layer's K and V of the longest sequence."""
     pages = sequence_pages(context_len, geometry.page_size)
     return 2 * geometry.kv_heads * pages * geometry.page_size * geometry.head_dim * geometry.itemsize
+
+
+def lookup_bytes(load: DeviceLoad) -> int:
+    """Of `PromptLookup`: the tokens of every request, a row for padding and the count of copied chains."""
+    return (load.rows + 1) * (load.context_len + load.chain) * INT32 + INT64
 
 
 def device_memory(
@@ -124,6 +133,7 @@ def device_memory(
         + step_bytes(shape, device)
         + attention_bytes(shape, load.flashinfer, device)
         + staging_bytes(geometry, load.context_len)
+        + lookup_bytes(load) * load.copies
         + constants
     )
     return DeviceMemory(

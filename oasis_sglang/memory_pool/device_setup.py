@@ -47,7 +47,7 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     # A draft model that is an LM of its own guesses better than a copy.
     eagle = (server_args.speculative_algorithm or "").upper().startswith("EAGLE")
     lookup = config.prompt_lookup_min if eagle else 0
-    on_host = str(configurator.device).startswith("cpu")
+    on_host = is_host(configurator.device)
     draft = draft_token_bytes(configurator) if chain > 1 else 0
     given_rows = defaults.given(server_args, "max_running_requests")
     most = resolved.max_running_requests
@@ -55,7 +55,9 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     load = on_device = None
     if not on_host:
         heads = model.num_attention_heads // parallel.attn_tp_size
-        load = DeviceLoad(rows=most, batch=most, query_heads=heads, chain=chain, context_len=model.context_len)
+        load = DeviceLoad(
+            rows=most, batch=most, query_heads=heads, chain=chain, context_len=model.context_len, copies=lookup > 0
+        )
         # Here: it brings in triton. Before memory is measured: what it was tried with is free again then.
         from oasis_sglang.memory_pool.device_attention import choose_attention
 
@@ -84,6 +86,11 @@ def plan_rank(configurator: Any, config: OasisConfig, resolved: Any, free_before
     )
     rows = min(plan.device_tokens // config.page_size, most)
     return Setup(config, geometry, plan, rows, model.context_len, chain, load, lookup)
+
+
+def is_host(device: Any) -> bool:
+    """Whether a device's memory is the host's."""
+    return str(device).startswith("cpu")
 
 
 def draft_token_bytes(configurator: Any) -> int:

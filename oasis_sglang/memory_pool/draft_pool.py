@@ -18,10 +18,11 @@ class OasisDraftPool(HndPool):
     """Slot s is lane `s % page_size` of page `s // page_size`. Page 0 is the reserved page and stays zero."""
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """`k` and `v` `[n, kv_heads, head_dim]` of tokens in slots `[n]` int64."""
+        """`k` and `v` `[n, kv_heads, head_dim]` of tokens in slots `[n]` int64; a graph's padding has slot 0."""
         page, lane = slots // self.page_size, slots % self.page_size
-        self.k_buffer[layer][page, :, lane] = k.to(self.dtype).view(self.store_dtype)
-        self.v_buffer[layer][page, :, lane] = v.to(self.dtype).view(self.store_dtype)
+        reserved = (page == 0).view(-1, 1, 1)
+        for buffer, new in ((self.k_buffer, k), (self.v_buffer, v)):
+            buffer[layer][page, :, lane] = new.to(self.dtype).masked_fill(reserved, 0).view(self.store_dtype)
 
     def read(self, layer: int, pages: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a sequence, `[kv_heads, tokens, head_dim]`; `pages` in order."""

@@ -265,14 +265,30 @@ def test_devices_without_kernels(device: str | None) -> None:
     validate.check_device(on("cpu", speculative_algorithm="EAGLE3"), OasisConfig(dense_layers=1))
 
 
-def test_an_nvidia_gpu_is_let_through_with_a_warning(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", [None, "EAGLE3"])
+def test_an_nvidia_gpu_is_let_through_with_a_warning(
+    algorithm: str | None, resolve: Resolve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The way from pools to graphs is there, and no GPU has gone it: whoever is the first must know."""
+    flags: list[str] = []
+    if algorithm is not None:
+        draft = models.write(tmp_path / "draft", models.ACCEPTED["Llama"])
+        flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft]
+        flags += ["--oasis-config", '{"probe": true, "predictor": "draft"}']
     said: list[str] = []
     monkeypatch.setattr(validate.logger, "warning", said.append)
-    resolve(models.ACCEPTED["Llama"], "--device", "cuda")
+    resolve(models.ACCEPTED["Llama"], "--device", "cuda", *flags)
     resolve(models.ACCEPTED["Llama"])
     (line,) = said
     assert line.startswith("--kv-backend oasis has not been run on any GPU yet")
+
+
+def test_graphs_of_preparations(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step is about comes from the host, which a graph would not ask again: silently wrong."""
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    resolve(models.ACCEPTED["Llama"])
+    with pytest.raises(ConfigError, match=r"SGLANG_ENABLE_METADATA_GLUE_GRAPH=1 does not work .* unset it"):
+        resolve(models.ACCEPTED["Llama"], "--device", "cuda")
 
 
 def test_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,15 +301,13 @@ def test_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ("flags", "message"),
     [
         (
-            ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "DRAFT"],
-            "--speculative-algorithm=EAGLE3 does not work with --kv-backend oasis on a GPU: leave the flag out",
+            [
+                *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "DRAFT"),
+                *("--speculative-num-steps", "11", "--oasis-config", '{"page_size": 64}'),
+            ],
+            "--speculative-num-draft-tokens=12 does not work on a GPU with pages of 64 tokens; use 8 or fewer",
         ),
         (["--enable-torch-compile"], "--enable-torch-compile=True does not work with --kv-backend oasis on a GPU"),
-        (
-            ["--oasis-config", '{"probe": true}'],
-            "--oasis-config: probe=true needs drafts, which work on CPU hosts only",
-        ),
-        (["--oasis-config", '{"predictor": "draft"}'], "--oasis-config: predictor=draft needs drafts, which work on"),
         (["--oasis-config", '{"dense_layers": 1}'], "--oasis-config: dense_layers=1 works on CPU hosts only; use"),
         (
             ["--oasis-config", '{"miss_policy": "skip", "debug_attention_mass": true}'],

@@ -9,7 +9,9 @@ import torch
 
 from oasis_sglang.serving import Client, Server, ask_all, greedy, oasis_flags
 from tests.server.conftest import FP32, SELF_DRAFT, ServerFactory
+from tests.server.tiny import Tiny
 from tests.server.truth import NEW_TOKENS, SHORT, Truth, assert_same
+from tests.unit.draft_models import VOCAB
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -102,3 +104,18 @@ def test_a_second_turn(self_draft: Server, truth: Truth) -> None:
     assert again.cached_tokens >= len(prompt) - 17
     assert again.output_ids == first.output_ids == truth.answers[16].output_ids
     assert again.meta["spec_accept_length"] >= 0.9 * first.meta["spec_accept_length"]
+
+
+def test_an_eagle_head_of_the_first_generation(server_factory: ServerFactory, tmp_path: Path) -> None:
+    """`EAGLE`: the text is the target's, whatever a head that has learnt nothing proposes."""
+    tiny, random = Tiny(tmp_path), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, VOCAB, (length,), generator=random).tolist() for length in (5, 33, 60)]
+    flags = [*oasis_flags({"token_budget": 128, "host_to_device_ratio": 2.0}, 1024), *FP32, "--skip-tokenizer-init"]
+    flags += ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(tiny.eagle())]
+    with server_factory(flags, model_path=str(tiny.folder)) as server:
+        client = Client(server.url)
+        for prompt in prompts:
+            given = client.generate(prompt, greedy(32, ignore_eos=True))
+            assert given["output_ids"] == tiny.answer(prompt, 32)
+        state = client.oasis()
+    assert state["accepted_tokens_total"] > state["verify_steps_total"] > 0

@@ -102,6 +102,7 @@ def test_killed_and_stopped_workers_change_no_token(
         state = client.oasis()
         assert state["prefetch_worker_restarts_total"] == KILLS
         assert state["prefetch_used_pages_total"] > 0
+        assert state["accepted_tokens_total"] == state["verify_steps_total"] > 0  # a probe commits one token a step
 
         stopped = signalled(client, signal.SIGSTOP)
         answers = ask_all(client, prompts, greedy(NEW, ignore_eos=True))

@@ -15,11 +15,11 @@ from oasis_sglang.speculative.draft.target import Target
 VOCAB, STOP = 96, 1
 
 
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+def tiny_model(seed: int = 0, head_dim: int = 8) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=7, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, tie_word_embeddings=True, eos_token_id=STOP,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, initializer_range=0.15,
+        vocab_size=VOCAB, hidden_size=6 * head_dim, intermediate_size=64, num_hidden_layers=7, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=256, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, initializer_range=0.15, eos_token_id=STOP,
     )  # fmt: skip
     torch.manual_seed(seed)
     return LlamaForCausalLM(config)

@@ -17,6 +17,7 @@ from oasis_sglang.memory_pool.device_bytes import DeviceLoad, device_memory, sta
 from oasis_sglang.memory_pool.device_tier import DeviceTier
 from oasis_sglang.memory_pool.sizing import GIB, DeviceMemory, PoolGeometry, plan_pools
 from oasis_sglang.memory_pool.sketch import every_dim, slow_half
+from oasis_sglang.speculative.prompt_lookup import PromptLookup
 from tests.unit.flashinfer_model import stand_in
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"summary": "minmax", "slack_ratio": 0.0}, {"page_size": 32, "head_dim": 80}, {"chain": 4, "batch": 7}),
     ({"miss_policy": "skip", "fetch_ratio": 0.1}, {"layers": 3, "kv_heads": 8, "head_dim": 128}, {"batch": 33}),
     ({"miss_policy": "skip", "min_sparse_len": 700}, {"kv_heads": 1}, {"chain": 3, "rows": 9, "batch": 12}),
-    ({"miss_policy": "skip", "predictor": "draft"}, {"itemsize": 4}, {"chain": 2, "context_len": 999}),
+    ({"miss_policy": "skip", "predictor": "draft"}, {"itemsize": 4}, {"chain": 2, "context_len": 999, "copies": True}),
     ({}, {"head_dim": 80, "itemsize": 2}, {"batch": 1, "rows": 1}),
     ({}, {"head_dim": 128, "kv_heads": 4}, {"batch": 40, "flashinfer": True}),
     ({"miss_policy": "skip"}, {"page_size": 32}, {"chain": 4, "batch": 7, "flashinfer": True}),
@@ -89,7 +90,8 @@ def test_bytes_are_those_that_are_allocated(
         for n in range(1, given.batch + 1):
             for t in {1, given.chain}:
                 tier.decoder.ops.plan(n, t)
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors(tier, set())}
+    lookup = PromptLookup(given.rows, given.context_len, given.chain, 4, CPU) if given.copies else None
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors([tier, lookup], set())}
     on_host = {x.untyped_storage().data_ptr() for x in (tier.host.kv, tier.was_sparse)}
     allocated = sum(size for address, size in storages.items() if address and address not in on_host)
     counted = device_memory(config, geometry, given, available=0, draft_token_bytes=0, device=CPU)

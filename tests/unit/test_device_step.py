@@ -57,3 +57,11 @@ def test_several_layers_have_maps_of_their_own() -> None:
     sequences = [rig.start(prompt, 20) for prompt in (95, 141)]
     for _ in range(4):
         rig.step(sequences, 1)
+
+
+def test_a_chain_may_be_longer_than_the_batch() -> None:
+    """`--max-running-requests 2` with three drafts: numbers of a chain's tokens were taken from those of sequences."""
+    rig = DeviceRig(config(), batch=2, chain=4, layers=1, seed=9)
+    sequences = [rig.start(prompt, 40) for prompt in (13, 95)]
+    for number in range(3):
+        rig.step(sequences, 4, [1 + number, 4], graph=number == 1)

@@ -165,7 +165,7 @@ def test_more_than_there_is_memory_for_is_refused(rows: int, columns: int, padde
         ({"dense_layers": 1}, 1, "dense_layers=1 works on CPU hosts only"),
         ({"debug_attention_mass": True}, 1, "debug_attention_mass"),
         ({"transfer": "workers"}, 1, "transfer='workers'"),
-        ({}, 9, "chains of 9 tokens .* use 8 or fewer"),
+        ({}, 9, "num-draft-tokens=9 does not work on a GPU .* use 8 or fewer"),
     ],
 )
 def test_what_only_a_cpu_host_does_is_refused(settings: dict[str, Any], chain: int, name: str) -> None:

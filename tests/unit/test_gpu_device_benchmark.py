@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -18,10 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_bandwidth, gpu_checks, gpu_implementations, gpu_stage, gpu_table
+from benchmarks import gpu_bandwidth, gpu_checks, gpu_decode, gpu_implementations, gpu_stage, gpu_table
 from benchmarks.gpu_scale import scale_of
-from benchmarks.gpu_stage import Item, Stage, StageRun
+from benchmarks.gpu_stage import Item, NotMeasured, Stage, StageRun
 from oasis_sglang import kernels
+from oasis_sglang.kernels.attention_shape import AttentionShape
+from oasis_sglang.kernels.choose import Choice
+from oasis_sglang.kernels.ops import TritonOps
 from tests.unit.flashinfer_model import stand_in
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +82,7 @@ def test_every_figure_is_there(results: dict[str, Any]) -> None:
     assert bandwidth["results"]["attention chosen"]["chosen"] == "triton"
     kinds = [(x["context"], x["sequences"], x["kind"]) for x in decode["results"].values() if x["kind"] != "setting"]
     assert kinds == [(c, n, kind) for c, n in ((192, 2), (128, 1)) for kind in ("dense", "skip", "wait")]
+    assert all(x["attention"] == "triton" for x in decode["results"].values() if x["kind"] != "setting")
     sparse = [x for x in decode["results"].values() if x["kind"] in ("skip", "wait")]
     assert all(x["missed_pages_per_head"] >= x["fetched_pages_per_head"] >= 0 for x in sparse)
     assert any(x["fetched_pages_per_head"] > 0 for x in sparse)
@@ -88,7 +93,7 @@ def test_ratios_are_of_what_they_name(results: dict[str, Any]) -> None:
     assert rows["kernel checks passed / all"]["ratio"] == 1
     decode = results["decode"]["results"]
     skip, dense = decode["192 × 2 skip"], decode["192 × 2 dense"]
-    row = rows["decode 192 × 2: skip, cap 5 % / dense"]
+    row = rows["decode 192 × 2: skip, cap 5 % by triton / dense by triton"]
     assert row["ratio"] == pytest.approx(skip["tokens_per_second"] / dense["tokens_per_second"])
     assert row["unit"] == "tokens/s"
     gather = next(x for name, x in results["bandwidth"]["results"].items() if name.startswith("gather"))
@@ -236,6 +241,101 @@ def test_flashinfer_answers_as_it_is_checked(monkeypatch: pytest.MonkeyPatch) ->
         verdict = gpu_checks.check_implementation(tiny, case, "flashinfer", other)
         assert verdict["passed"], verdict
         assert verdict["functions"] == []
+
+
+def small_case() -> tuple[Any, tuple[Any, ...]]:
+    return dataclasses.replace(scale_of(True), dtype=torch.bfloat16, head_dim=64), (torch.bfloat16, 64, 16, 2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "compiler", "measured"),
+    [
+        ("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist", False, False),
+        ("Ninja build failed. /bin/sh: 1: /usr/local/cuda/bin/nvcc: not found", False, False),
+        ("Ninja build failed. nvcc fatal: Unsupported gpu architecture", True, True),
+        ("an illegal memory access was encountered", False, True),
+    ],
+)
+def test_no_compiler_is_a_note(
+    text: str, compiler: bool, measured: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only where FlashInfer asks for nvcc and there is none; what else goes wrong has failed."""
+    (tmp_path / "bin").mkdir()
+    if compiler:
+        (tmp_path / "bin" / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+
+    def plan(*_: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(gpu_implementations.FlashInferOps, "plan", plan)
+    scale, case = small_case()
+    other = gpu_implementations.FlashInfer()
+    with pytest.raises(RuntimeError if measured else NotMeasured) as caught:
+        gpu_checks.check_implementation(scale, case, "flashinfer", other)
+    assert str(caught.value) == (text if measured else "FlashInfer needs nvcc: not measured")
+
+
+def test_what_is_not_measured_is_said_and_no_failure() -> None:
+    def absent() -> dict[str, Any]:
+        raise NotMeasured("FlashInfer needs nvcc: not measured")
+
+    sent: list[Any] = []
+    asked = iter(["absent", None])
+    connection = SimpleNamespace(send=sent.append, recv=lambda: next(asked))
+    name = "tests.unit.not_measured_stage"
+    sys.modules[name] = SimpleNamespace(items=lambda _: [Item("absent", 0.0, absent)])  # type: ignore[assignment]
+    try:
+        gpu_stage.serve(connection, name, True)
+    finally:
+        del sys.modules[name]
+    assert sent[1][1:] == ("", False)
+    run = StageRun(Stage("any", name, 0), True, 600, lambda *_: None)
+    run._waiting = [("absent", 0.0)]
+    run._worker = SimpleNamespace(run=lambda *_: sent[1])  # type: ignore[assignment]
+    run._next()
+    assert run.outcome["not_measured"] == {"absent": "FlashInfer needs nvcc: not measured"}
+    assert run.outcome["failed"] == run.outcome["skipped"] == {}
+    right = {"results": {"attend": {"passed": True}}}
+    assert gpu_table.passed({"checks": run.outcome | right, "bandwidth": run.outcome})
+    wrong = {"results": {"attend": {"passed": True}, "attend flashinfer": {"passed": False}}}
+    assert not gpu_table.passed({"checks": run.outcome | wrong})
+
+    captions: list[str] = []
+    found = {"tiny": False, "times_mean_something": True, "device": {}, "ratios": [], "checks": run.outcome | right}
+    report = SimpleNamespace(results=found, table=lambda *x: captions.append(x[-1]))
+    gpu_table.show(report)  # type: ignore[arg-type]
+    assert captions == ["FlashInfer needs nvcc: not measured."]
+
+
+@pytest.mark.interpreter
+def test_decode_steps_attend_with_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense and sparse, with what their own shapes get, and the results say which."""
+    shapes: list[AttentionShape] = []
+
+    class Other(TritonOps):
+        calls = 0
+
+        def attend(self, *args: Any) -> torch.Tensor:
+            Other.calls += 1
+            return super().attend(*args)
+
+    def choose(triton: Any, shape: AttentionShape, device: torch.device) -> Choice:
+        shapes.append(shape)
+        return Choice(Other(), "Triton: it is the only one")
+
+    monkeypatch.setattr(gpu_implementations, "choose_ops", choose)
+    gpu_implementations.choice_for.cache_clear()
+    bench = gpu_decode.Decode(scale_of(True))
+    skip, wait = (functools.partial(bench.sparse, kind=kind) for kind in ("skip", "wait"))
+    for run in (bench.dense, skip, wait):
+        Other.calls = 0
+        figures = run(192, 2)
+        assert Other.calls == 3 * bench.scale.layers  # one step to settle, one alone, one among all
+        assert (figures["attention"], figures["attention_reason"]) == ("triton", "Triton: it is the only one")
+    gpu_implementations.choice_for.cache_clear()
+    # The ways of decoding have one shape: the budget, a page; all pages are dense.
+    assert [(x.batch, x.columns, x.tokens) for x in shapes] == [(2, 18, 288), (2, 5, 80)]
 
 
 def test_without_msgspec() -> None:

@@ -85,6 +85,15 @@ def test_parts_are_joined(dtype: torch.dtype, queries: int) -> None:
                 assert abs(float(lse[i, j, head]) - float(want)) < BOUNDS[dtype] * 10
 
 
+@pytest.mark.parametrize("columns", [5, 64])
+@pytest.mark.parametrize(("dtype", "group"), [(torch.float32, 5), (torch.bfloat16, 9)])
+def test_more_query_rows_than_a_program_takes(dtype: torch.dtype, group: int, columns: int) -> None:
+    """Of float32 a program takes 32, of other dtypes 64, and the last one is not full; sequences whole and cut."""
+    case = Case([60, 0, 9], queries=8, group=group, dim=64, heads=1 if columns > 5 else 2, dtype=dtype, columns=columns)
+    assert (splits_of(3, case.table.shape[1], columns, case.page, case.q.device) > 1) == (columns > 5)
+    check(case, run(case))
+
+
 @pytest.mark.parametrize("converts", [True, False])
 def test_eight_bit_pools(converts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """float8_e4m3fn with scales, converted by the device or, where it cannot, bit by bit; denormal values too."""

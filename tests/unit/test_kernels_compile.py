@@ -6,16 +6,28 @@ import itertools
 import os
 import subprocess
 import sys
+from collections import Counter
+from typing import Literal
 
 import pytest
 import torch
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import native_specialize_impl
 
+from oasis_sglang.config import OasisConfig
 from oasis_sglang.kernels import launch as module
-from oasis_sglang.kernels.compile import Compiled, trouble_of
+from oasis_sglang.kernels.compile import Compiled, source_of, trouble_of
+from oasis_sglang.kernels.device_step import DeviceDecode
 from oasis_sglang.kernels.launch import INTERPRETED, dot_dtype, launch, multiprocessors, recording, split_count
+from oasis_sglang.kernels.ops import TritonOps
 from oasis_sglang.kernels.variants import pairwise, variants
+from oasis_sglang.memory_pool.host_pool import HostPool
+from oasis_sglang.memory_pool.sizing import PoolGeometry
+from oasis_sglang.memory_pool.sketch import KeySketches, slow_half
+from oasis_sglang.memory_pool.working_set import WorkingSets
 
 CPU = torch.device("cpu")
+compiled = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
 
 
 def compile_variants(*args: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +51,18 @@ def test_a_representative_set_compiles() -> None:
         assert spilled == 0
         assert size > 0
     assert "6 variants, 0 bad" in done.stdout
+
+
+@pytest.mark.slow
+def test_attention_spills_nothing_at_head_dim_128() -> None:
+    """In every variant, for every target."""
+    done = compile_variants("--all", "--only", r"^attend_kernel .* D=128 ")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if " attend_kernel " in line]
+    # Four dtypes, 16, 32 or (not in float32) 64 query rows, sequences whole or cut; and some with logarithms.
+    kinds = Counter(row[-6] for row in rows if "logs" not in row)
+    assert kinds == {"sm_80": 22, "sm_90": 22, "sm_100": 22}
+    assert {row[-3] for row in rows} == {"0"}
 
 
 @pytest.mark.slow
@@ -79,6 +103,63 @@ def test_launches_need_no_device_data() -> None:
         assert {x.args[1].dtype for x in eight_bit} == {want}
     assert kernels[8, 0] == kernels[9, 0]
     assert len(kernels[9, 0]) == 15
+
+
+@compiled
+def test_sources_are_what_triton_compiles() -> None:
+    """Which arguments are constants, and which are known to be multiples of 16, by Triton's own launcher."""
+    odd = torch.zeros(9)[1:]
+    given = [x for _, x in variants((9, 0))]
+    plain = next(x for x in given if x.kernel.__name__ == "share_kernel")
+    given += [plain._replace(args=(odd, *plain.args[1:])), plain._replace(args=(*plain.args[:5], 17, *plain.args[6:]))]
+    for launched in given:
+        source = source_of(launched)
+        for index, (parameter, arg) in enumerate(zip(launched.kernel.params, launched.args, strict=False)):
+            general, any_place = parameter.do_not_specialize, parameter.do_not_specialize_on_alignment
+            kind, mark = native_specialize_impl(CUDABackend, arg, False, not general, not any_place)
+            assert source.signature[parameter.name] == kind
+            assert ((index,) in source.attributes) == (mark == "D"), parameter.name
+            assert (parameter.name in source.constants) == (kind == "constexpr")
+
+
+def sources_of_steps(heads: int, rows: int, chain: int, policy: Literal["skip", "wait"]) -> Counter[str]:
+    """Distinct sources by kernel of decode steps of many sizes, in all layers, on memory as a server has it."""
+    layers, group, dim, pages, batch = 20, 4, 64, 515, 48
+    config = OasisConfig(token_budget=2048, fetch_ratio=0.05, miss_policy=policy)
+    sketch = slow_half(dim)
+    geometry = PoolGeometry(layers=layers, kv_heads=heads, head_dim=dim, itemsize=2, page_size=16, sketch=sketch)
+    host, width = HostPool(8, geometry, torch.bfloat16, CPU), config.max_set_pages
+    sets = WorkingSets(
+        layers=layers, kv_heads=heads, device_pages=width, rows=rows, set_pages=width, sequence_pages=pages, device=CPU
+    )
+    k, v = torch.zeros(2, layers, 1 + width, heads, 16, dim, dtype=torch.bfloat16)
+    decode = DeviceDecode(
+        config, host=host, sets=sets, summaries=KeySketches(host, CPU), k_pages=list(k), v_pages=list(v),
+        ops=TritonOps(), query_heads=heads * group, batch=batch, chain=chain,
+    )  # fmt: skip
+    with recording() as launches:
+        for n, new in itertools.product((1, 2, 3, 8, 16, 31, 48), {1, chain}):
+            table = torch.zeros(n, pages, dtype=torch.int64)
+            decode.prepare(torch.full((n,), -1), table[:, 0], torch.zeros(n * new, dtype=torch.int64), table, new)
+            qkv = torch.zeros(n * new, heads * (group + 2), dim, dtype=torch.bfloat16)
+            for layer in range(layers):
+                decode.layer(layer, *qkv.split([heads * group, heads, heads], 1), 1.0)
+            decode.finish(None if new == 1 else table[:, 0] + 1)
+    return Counter(kernel for kernel, _ in {(x.kernel.__name__, repr(source_of(x))) for x in launches})
+
+
+@compiled
+@pytest.mark.parametrize(("heads", "rows"), [(8, 48), (1, 49)])
+@pytest.mark.parametrize(("chain", "policy"), [(1, "skip"), (4, "wait")])
+def test_steps_of_all_sizes_are_the_same_kernels(
+    heads: int, rows: int, chain: int, policy: Literal["skip", "wait"]
+) -> None:
+    """How many sequences, which layer and where its maps lie compile nothing again, but what is cut into parts."""
+    found = sources_of_steps(heads, rows, chain, policy)
+    # Whole sequences and cut ones; lists of more pieces than a block has threads; each number of parts; chains.
+    more = {"attend_kernel": 2, "gather_kernel": 3, "share_kernel": 7, "place_kernel": 2 if chain > 1 else 1}
+    assert {kernel: count for kernel, count in found.items() if count > more.get(kernel, 1)} == {}
+    assert set(found) >= {"append_sketch_kernel", "backup_kernel", "merge_kernel", "sketch_kernel", "select_kernel"}
 
 
 def test_kernels_are_not_started_without_programs() -> None:

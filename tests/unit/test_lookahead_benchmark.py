@@ -350,7 +350,9 @@ def test_capture_equals_plain_forward_passes(tiny: str) -> None:
     tokens = list(prompt)
     for step in range(steps + 1):
         seen = look(tokens)
-        torch.testing.assert_close(weights(first.queries[step], first.keys[:, :, : len(tokens)]), seen.attention)
+        # rows of a batch and single ones are summed in another order
+        found = weights(first.queries[step], first.keys[:, :, : len(tokens)])
+        torch.testing.assert_close(found, seen.attention, rtol=1e-3, atol=1e-4)
         if step < steps:
             assert first.tokens[len(tokens)] == seen.token
             tokens.append(seen.token)

@@ -97,3 +97,13 @@ def test_sequence_as_long_as_the_context() -> None:
 
 def test_bytes() -> None:
     assert PromptLookup(rows=3, context_len=100, chain=4, shortest=4, device="cpu").nbytes == 4 * 104 * 4
+
+
+def test_a_step_never_looks_at_data() -> None:
+    """On the device `meta` there is nothing to look at."""
+    meta = torch.device("meta")
+    lookup = PromptLookup(4, 100, 4, 4, meta)
+    lookup.enter(1, [5] * 30)
+    rows, lengths, newest = (torch.zeros(2, dtype=torch.int64, device=meta) for _ in range(3))
+    drafts = torch.zeros(2, 3, dtype=torch.int64, device=meta)
+    assert lookup.propose(rows, lengths, newest, drafts, 40).shape == (2, 3)
