@@ -39,6 +39,17 @@ class Bounds(NamedTuple):
     end_without: int
 
 
+class Totals(NamedTuple):
+    """Of one plan: pieces to copy, pieces that got no spare row, runs of pieces of one attempt, and two sets of layers,
+    as bits counted from the plan's first layer: those with pieces, and those with pieces without a spare row."""
+
+    used: int
+    short: int
+    runs: int
+    waiting: int
+    without: int
+
+
 class Pieces:
     """`data` `[FIELDS, capacity]` int64: the pieces to copy, layer after layer, fill the first `used` columns; those
     that got no spare row fill the last ones, backwards."""
@@ -46,34 +57,36 @@ class Pieces:
     def __init__(self, capacity: int, layers: int) -> None:
         """
         Args:
-            layers: most layers of a plan.
+            layers: most layers from the first of a plan to its last, 63 at most.
         """
         self.data = np.empty((FIELDS, capacity), dtype=np.int64)
         self.bounds = np.empty((layers, len(Bounds._fields)), dtype=np.int64)  # `Bounds` of each layer
-        self._shares, self._runs = np.empty((capacity, 3), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        self.totals = np.empty(len(Totals._fields), dtype=np.int64)
+        self.all_shares = np.empty((capacity, 3), dtype=np.int64)
         # asking numpy each time takes longer than what is done there
         self.capacity, self.address = capacity, self.data.ctypes.data
-        self.bounds_address = self.bounds.ctypes.data
-        self.shares_address, self.runs_address = self._shares.ctypes.data, self._runs.ctypes.data
+        self.bounds_address, self.totals_address = self.bounds.ctypes.data, self.totals.ctypes.data
+        self.shares_address = self.all_shares.ctypes.data
         self.reset()
 
     def reset(self) -> None:
-        self.used = 0
-        self._runs[0] = 0
-        self.of_layers: list[Bounds] = []
+        self.layers = self.used = self.short = self.runs = 0
         # Layers as bits, since every layer of a step asks: those that count on pieces, and those of them that count on
         # pieces without a spare row.
         self.waiting = self.without = 0
         self.ended = False  # the plan is over, or was never sent
         self.landed = False  # it is done, and its pieces are in their places
 
-    def fill(self, layers: int) -> None:
-        """Note whose columns are whose, as the first `layers` rows of `bounds` say."""
-        self.of_layers = list(map(Bounds._make, self.bounds[:layers].tolist()))
-        self.used = self.of_layers[-1].end
-        for layer, start, end, first, last in self.of_layers:
-            self.waiting |= (start < end or first < last) << layer
-            self.without |= (first < last) << layer
+    def fill(self, first_layer: int, layers: int) -> None:
+        """Note what `totals` and the first `layers` rows of `bounds` say."""
+        self.layers = layers
+        self.used, self.short, self.runs, waiting, without = self.totals.tolist()
+        self.waiting, self.without = waiting << first_layer, without << first_layer
+
+    @property
+    def of_layers(self) -> list[Bounds]:
+        """Whose columns are whose, in the order of the layers."""
+        return list(map(Bounds._make, self.bounds[: self.layers].tolist()))
 
     def land(self) -> None:
         """The plan is done: only what got no spare row is still waited for."""
@@ -98,21 +111,13 @@ class Pieces:
     @property
     def shares(self) -> np.ndarray:
         """`[n, 3]` int64: row, generation and length of each run of pieces of one attempt."""
-        return self._shares[: self._runs[0]]
-
-    def count(self, row: int, generation: int) -> None:
-        """One more piece of an attempt."""
-        last = self._runs[0] - 1
-        if last < 0 or tuple(self._shares[last, :2]) != (row, generation):
-            last = self._runs[0]
-            self._shares[last] = row, generation, 0
-            self._runs[0] += 1
-        self._shares[last, 2] += 1
+        return self.all_shares[: self.runs]
 
 
 class PieceSteps(Protocol):
     def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> None:
-        """Fill in the pieces of some layers' misses, as many as there is room for at most, and the layers' bounds."""
+        """Fill in the pieces of the misses of some layers, in ascending order and as many as there is room for at most,
+        with the plan's shares, bounds and totals."""
 
     def adopt(self, pieces: Pieces, done: bool) -> int:
         """Take back the spare rows of a plan that has ended: in exchange for cells where the copies are good (`done`)
@@ -137,7 +142,7 @@ class NumpySteps:
         self._owned = sets.pages.numpy()
 
     def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> None:
-        first, last = 0, pieces.capacity
+        first, last, waiting, without_row = 0, pieces.capacity, 0, 0
         for at, (layer, rows, misses) in enumerate(of_layers):
             host, head, _, sequence, slot, page, evicted = misses.numpy()
             row, lent = rows.numpy()[sequence], self._sets.cells.lend(layer, head)
@@ -152,8 +157,14 @@ class NumpySteps:
             pieces.data[:, bounds.start : bounds.end] = sent
             pieces.data[:, bounds.first_without : bounds.end_without] = without[:, ::-1]
             first, last = bounds.end, bounds.first_without
-            for row_of, generation in sent[: GENERATION + 1].T.tolist():
-                pieces.count(row_of, generation)
+            bit = 1 << (layer - of_layers[0].layer)
+            waiting |= bit * bool(lent.size)
+            without_row |= bit * bool(without.size)
+        attempts = pieces.data[: GENERATION + 1, :first]
+        starts = np.flatnonzero(np.r_[first > 0, (attempts[:, 1:] != attempts[:, :-1]).any(axis=0)])
+        pieces.all_shares[: starts.size, :2] = attempts[:, starts].T
+        pieces.all_shares[: starts.size, 2] = np.diff(starts, append=first)
+        pieces.totals[:] = Totals(first, pieces.capacity - last, starts.size, waiting, without_row)
 
     def adopt(self, pieces: Pieces, done: bool) -> int:
         sets, kept = self._sets, 0
@@ -221,12 +232,11 @@ class NativeSteps:
             pieces.capacity,
             pieces.address,
             pieces.bounds_address,
-            pieces.runs_address,
+            pieces.totals_address,
             pieces.shares_address,
         )
 
     def adopt(self, pieces: Pieces, done: bool) -> int:
-        layers = len(pieces.of_layers)
         return int(
-            self._adopt(self._places, layers, pieces.bounds_address, pieces.capacity, pieces.address, int(done))
+            self._adopt(self._places, pieces.layers, pieces.bounds_address, pieces.capacity, pieces.address, int(done))
         )

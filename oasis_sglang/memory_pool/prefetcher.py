@@ -128,6 +128,8 @@ class Prefetcher:
             rows: `[n]` working-set rows of the selection's sequences.
         """
         self._step = step
+        if self._gathered and not 0 <= layer - self._gathered[0].layer < LAYERS_PER_PLAN:
+            self._send()
         self._gathered.append(LayerMisses(layer, rows, picked.misses))
         if len(self._gathered) >= LAYERS_PER_PLAN:
             self._send()
@@ -154,10 +156,9 @@ class Prefetcher:
     def _submit(self, plan: list[LayerMisses]) -> None:
         pieces = self._unused.pop() if self._unused else Pieces(PIECES_PER_PLAN, LAYERS_PER_PLAN)
         self.steps.lend(pieces, plan)
-        pieces.fill(len(plan))
+        pieces.fill(plan[0].layer, len(plan))
         self._waiting.append(pieces)
-        for bounds in pieces.of_layers:
-            self.stats.dropped += bounds.end_without - bounds.first_without
+        self.stats.dropped += pieces.short
         sequence = None
         if pieces.used:
             sequence = self.client.submit(

@@ -52,7 +52,7 @@ def fill(spare_pages: int, compiled: bool) -> tuple[Pieces, PieceSteps, WorkingS
             sets.page_of[layer, rows[sequence], head, slot] = page
     pieces = Pieces(32, len(plan))
     steps.lend(pieces, plan)
-    pieces.fill(len(plan))
+    pieces.fill(plan[0].layer, len(plan))
     return pieces, steps, sets
 
 

@@ -143,7 +143,9 @@ class PrefetchClient:
         sequence = self._ledger.next_sequence()
         encode_into(self._frame, Plan(sequence, step, first_layer, end_layer, shares.tobytes(), sources, targets))
         ready = [generation for _, generation in self._workers.ready()]
-        for generation in sorted(ready, key=self._ledger.pieces_of):
+        if len(ready) > 1:
+            ready.sort(key=self._ledger.pieces_of)
+        for generation in ready:
             if self._ledger.plans_of(generation) >= self._workers.queue_plans:
                 continue
             link = self._link(generation)
