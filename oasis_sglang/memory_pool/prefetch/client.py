@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import zmq
@@ -20,7 +18,6 @@ from oasis_sglang.memory_pool.prefetch.messages import (
     decode,
     encode,
     encode_into,
-    pack_ids,
 )
 from oasis_sglang.memory_pool.prefetch.process import Endpoints
 from oasis_sglang.memory_pool.prefetch.sockets import can_read, try_send
@@ -56,16 +53,9 @@ class ClientStats:
         self.copy_seconds = 0.0  # in the workers
 
 
-@functools.cache
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """One for the process, which nobody ends: one that is ended by the garbage collector waits for sockets that are
-    part of the same garbage, for ever.
-
-    Its thread is `SCHED_BATCH`, so that it interrupts nobody when a frame is handed to it: with all cores busy a step
-    would stand still for longer than all the rest of handing over a plan takes."""
-    context = zmq.Context()
-    context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
-    return context
+def _raw(ids: np.ndarray) -> bytes:
+    """The memory of an array, which can be encoded as bytes and is copied once less."""
+    return cast(bytes, ids.data)
 
 
 class _Link:
@@ -97,7 +87,9 @@ class PrefetchClient:
 
     def __init__(self, workers: WorkerList) -> None:
         self._workers = workers
-        self._context = _context()
+        # The process's own, which nobody ends: one that is ended by the garbage collector waits for sockets that are
+        # part of the same garbage, for ever.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._links: dict[int, _Link] = {}  # by generation
         self._ledger = Ledger()
         self._frame = bytearray()  # of plans
@@ -138,10 +130,11 @@ class PrefetchClient:
             ValueError: the plan is larger than `messages.MAX_FRAME_BYTES`.
         """
         shares = np.ascontiguousarray(attempts, dtype=IDS).reshape(-1, 3)
-        sources, targets = pack_ids(source_ids), pack_ids(target_ids)
-        pieces = len(sources) // IDS.itemsize
+        sources, targets = np.ascontiguousarray(source_ids, dtype=IDS), np.ascontiguousarray(target_ids, dtype=IDS)
+        pieces = len(sources)
         sequence = self._ledger.next_sequence()
-        encode_into(self._frame, Plan(sequence, step, first_layer, end_layer, shares.tobytes(), sources, targets))
+        plan = Plan(sequence, step, first_layer, end_layer, _raw(shares), _raw(sources), _raw(targets))
+        encode_into(self._frame, plan)
         ready = [generation for _, generation in self._workers.ready()]
         if len(ready) > 1:
             ready.sort(key=self._ledger.pieces_of)
