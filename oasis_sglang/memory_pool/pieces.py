@@ -16,7 +16,7 @@ from oasis_sglang.memory_pool.working_set import WorkingSets
 from oasis_sglang.native.build import load_library
 
 # Of each piece: working-set row and generation of its attempt, KV head, slot, logical page, the page evicted for it or
-# NONE, its spare row or -1, whether the maps still count on it, its ids in the source and in the target of the copy.
+# NONE, its spare row or -1, whether the maps still count on its copy, the copy's ids in the source and in the target.
 ROW, GENERATION, HEAD, SLOT, PAGE, EVICTED, LENT, WAITING, SOURCE, TARGET, FIELDS = range(11)
 
 
@@ -28,73 +28,96 @@ class LayerMisses(NamedTuple):
     misses: torch.Tensor  # [7, m], see `Selection`
 
 
+class Bounds(NamedTuple):
+    """Columns of one layer: pieces to copy, `start` to `end`, and without a spare row, `first_without` to
+    `end_without`."""
+
+    layer: int
+    start: int
+    end: int
+    first_without: int
+    end_without: int
+
+
+class Totals(NamedTuple):
+    """Of one plan: pieces to copy, pieces that got no spare row, runs of pieces of one attempt, and two sets of layers,
+    as bits counted from the plan's first layer: those with pieces, and those with pieces without a spare row."""
+
+    used: int
+    short: int
+    runs: int
+    waiting: int
+    without: int
+
+
 class Pieces:
     """`data` `[FIELDS, capacity]` int64: the pieces to copy, layer after layer, fill the first `used` columns; those
     that got no spare row fill the last ones, backwards."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, layers: int) -> None:
+        """
+        Args:
+            layers: most layers from the first of a plan to its last, 63 at most.
+        """
         self.data = np.empty((FIELDS, capacity), dtype=np.int64)
-        self._shares, self._runs = np.empty((capacity, 3), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        self.bounds = np.empty((layers, len(Bounds._fields)), dtype=np.int64)  # `Bounds` of each layer
+        self.totals = np.empty(len(Totals._fields), dtype=np.int64)
+        self.all_shares = np.empty((capacity, 3), dtype=np.int64)
         # asking numpy each time takes longer than what is done there
         self.capacity, self.address = capacity, self.data.ctypes.data
-        self.shares_address, self.runs_address = self._shares.ctypes.data, self._runs.ctypes.data
+        self.bounds_address, self.totals_address = self.bounds.ctypes.data, self.totals.ctypes.data
+        self.shares_address = self.all_shares.ctypes.data
         self.reset()
 
     def reset(self) -> None:
-        self.used = 0
-        self._runs[0] = 0
-        self.spans: list[Span] = []  # to copy
-        self.without: list[Span] = []  # without a spare row
-        self.bounds = array("q")  # layer, start and end of each of `spans`
-        self.unseen = 0  # spans that have neither landed nor been undone
+        self.layers = self.used = self.short = self.runs = 0
+        # Layers as bits, since every layer of a step asks: those that count on pieces, and those of them that count on
+        # pieces without a spare row.
+        self.waiting = self.without = 0
         self.ended = False  # the plan is over, or was never sent
+        self.landed = False  # it is done, and its pieces are in their places
 
-    def fill(self, of_layers: Sequence[LayerMisses], lent: Sequence[int]) -> None:
-        """Note whose columns are whose, after `PieceSteps.lend`."""
-        back = self.capacity
-        for (layer, _, misses), count in zip(of_layers, lent, strict=True):
-            if count:
-                self.spans.append(Span(self, layer, self.used, self.used + count, True))
-                self.bounds.extend((layer, self.used, self.used + count))
-                self.used += count
-            if without := misses.shape[1] - count:
-                self.without.append(Span(self, layer, back - without, back, False))
-                back -= without
-        self.unseen = len(self.spans) + len(self.without)
+    def fill(self, first_layer: int, layers: int) -> None:
+        """Note what `totals` and the first `layers` rows of `bounds` say."""
+        self.layers = layers
+        self.used, self.short, self.runs, waiting, without = self.totals.tolist()
+        self.waiting, self.without = waiting << first_layer, without << first_layer
+
+    @property
+    def of_layers(self) -> list[Bounds]:
+        """Whose columns are whose, in the order of the layers."""
+        return list(map(Bounds._make, self.bounds[: self.layers].tolist()))
+
+    def land(self) -> None:
+        """The plan is done: only what got no spare row is still waited for."""
+        self.landed = True
+        self.waiting &= self.without
+
+    def give_up(self, layer: int) -> list[np.ndarray]:
+        """What a layer still waits for, as pieces `[FIELDS, n]`: with a spare row each or without any. It no longer
+        does."""
+        self.waiting &= ~(1 << layer)
+        given_up = []
+        for bounds in self.of_layers:
+            if bounds.layer != layer:
+                continue
+            if not self.landed:
+                sent = self.data[:, bounds.start : bounds.end]
+                given_up.append(sent.copy())
+                sent[WAITING] = 0
+            given_up.append(self.data[:, bounds.first_without : bounds.end_without].copy())
+        return given_up
 
     @property
     def shares(self) -> np.ndarray:
         """`[n, 3]` int64: row, generation and length of each run of pieces of one attempt."""
-        return self._shares[: self._runs[0]]
-
-    def count(self, row: int, generation: int) -> None:
-        """One more piece of an attempt."""
-        last = self._runs[0] - 1
-        if last < 0 or tuple(self._shares[last, :2]) != (row, generation):
-            last = self._runs[0]
-            self._shares[last] = row, generation, 0
-            self._runs[0] += 1
-        self._shares[last, 2] += 1
-
-
-class Span(NamedTuple):
-    """The pieces of one layer: columns `start` to `end`."""
-
-    pieces: Pieces
-    layer: int
-    start: int
-    end: int
-    sent: bool  # they have a spare row each, to be copied to
-
-    @property
-    def data(self) -> np.ndarray:
-        return self.pieces.data[:, self.start : self.end]
+        return self.all_shares[: self.runs]
 
 
 class PieceSteps(Protocol):
-    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> Sequence[int]:
-        """Fill in the pieces of some layers' misses, as many as there is room for at most. How many of each layer got a
-        spare row."""
+    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> None:
+        """Fill in the pieces of the misses of some layers, in ascending order and as many as there is room for at most,
+        with the plan's shares, bounds and totals."""
 
     def adopt(self, pieces: Pieces, done: bool) -> int:
         """Take back the spare rows of a plan that has ended: in exchange for cells where the copies are good (`done`)
@@ -118,29 +141,35 @@ class NumpySteps:
         self._sets, self._shape = sets, shape
         self._owned = sets.pages.numpy()
 
-    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> Sequence[int]:
-        counts, first, last = [], 0, pieces.capacity
-        for layer, rows, misses in of_layers:
+    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> None:
+        first, last, waiting, without_row = 0, pieces.capacity, 0, 0
+        for at, (layer, rows, misses) in enumerate(of_layers):
             host, head, _, sequence, slot, page, evicted = misses.numpy()
             row, lent = rows.numpy()[sequence], self._sets.cells.lend(layer, head)
             source = (host * self._shape.layers + layer) * self._shape.kv_heads + head
             target = 2 * layer * self._shape.pool_rows + lent
             data = np.stack((
-                row, self._sets.generations[row], head, slot, page, evicted, lent, np.ones_like(row), source, target,
+                row, self._sets.generations[row], head, slot, page, evicted, lent, lent >= 0, source, target,
             ))  # fmt: skip
             sent, without = data[:, lent >= 0], data[:, lent < 0]
-            pieces.data[:, first : first + sent.shape[1]] = sent
-            pieces.data[:, last - without.shape[1] : last] = without[:, ::-1]
-            first, last = first + sent.shape[1], last - without.shape[1]
-            for row_of, generation in sent[: GENERATION + 1].T.tolist():
-                pieces.count(row_of, generation)
-            counts.append(sent.shape[1])
-        return counts
+            bounds = Bounds(layer, first, first + sent.shape[1], last - without.shape[1], last)
+            pieces.bounds[at] = bounds
+            pieces.data[:, bounds.start : bounds.end] = sent
+            pieces.data[:, bounds.first_without : bounds.end_without] = without[:, ::-1]
+            first, last = bounds.end, bounds.first_without
+            bit = 1 << (layer - of_layers[0].layer)
+            waiting |= bit * bool(lent.size)
+            without_row |= bit * bool(without.size)
+        attempts = pieces.data[: GENERATION + 1, :first]
+        starts = np.flatnonzero(np.r_[first > 0, (attempts[:, 1:] != attempts[:, :-1]).any(axis=0)])
+        pieces.all_shares[: starts.size, :2] = attempts[:, starts].T
+        pieces.all_shares[: starts.size, 2] = np.diff(starts, append=first)
+        pieces.totals[:] = Totals(first, pieces.capacity - last, starts.size, waiting, without_row)
 
     def adopt(self, pieces: Pieces, done: bool) -> int:
         sets, kept = self._sets, 0
-        for span in pieces.spans:
-            layer, data = span.layer, span.data
+        for layer, start, end, *_ in pieces.of_layers:
+            data = pieces.data[:, start:end]
             keep = (data[WAITING] == 1) & current(sets, layer, data) & done
             device = self._owned[data[ROW, keep], data[SLOT, keep]]
             sets.cells.adopt(layer, device, data[HEAD, keep], data[LENT, keep])
@@ -192,21 +221,22 @@ class NativeSteps:
         self._arrays = sets, places  # the pointers are good as long as these are there
         self._places = ctypes.addressof(places)
 
-    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> Sequence[int]:
+    def lend(self, pieces: Pieces, of_layers: Sequence[LayerMisses]) -> None:
         table = array("q")  # `LayerMisses` of step.cpp
         for layer, rows, misses in of_layers:
-            table.extend((layer, misses.shape[1], misses.stride(0), rows.data_ptr(), misses.data_ptr(), 0))
+            table.extend((layer, misses.shape[1], misses.stride(0), rows.data_ptr(), misses.data_ptr()))
         self._lend(
             self._places,
             len(of_layers),
             table.buffer_info()[0],
             pieces.capacity,
             pieces.address,
-            pieces.runs_address,
+            pieces.bounds_address,
+            pieces.totals_address,
             pieces.shares_address,
         )
-        return table[5::6]
 
     def adopt(self, pieces: Pieces, done: bool) -> int:
-        bounds = pieces.bounds.buffer_info()[0]
-        return int(self._adopt(self._places, len(pieces.spans), bounds, pieces.capacity, pieces.address, int(done)))
+        return int(
+            self._adopt(self._places, pieces.layers, pieces.bounds_address, pieces.capacity, pieces.address, int(done))
+        )

@@ -37,7 +37,6 @@ from oasis_sglang.memory_pool.pieces import (
     LayerMisses,
     Pieces,
     Shape,
-    Span,
     current,
     piece_steps,
 )
@@ -50,7 +49,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 #: Layers whose pieces are sent together: a message costs the step as much as a hundred pieces.
-LAYERS_PER_PLAN = 10
+LAYERS_PER_PLAN = 15
 #: Most pieces of a plan, well below what a frame holds (`messages.MAX_FRAME_BYTES`).
 PIECES_PER_PLAN = 8008
 
@@ -110,8 +109,8 @@ class Prefetcher:
         self._gathered: list[LayerMisses] = []  # not sent yet
         self._unused: list[Pieces] = []
         self._plans: dict[int, Pieces] = {}
-        #: Pieces that the maps count on and that have not landed.
-        self._of_layer: list[list[Span]] = [[] for _ in range(layers)]
+        #: Those with pieces that the maps count on and that have not landed.
+        self._waiting: list[Pieces] = []
         self._page_of, self._slot_of = sets.page_of.numpy(), sets.slot_of.numpy()
         self._owned = sets.pages.numpy()
         self._step = 0
@@ -128,11 +127,12 @@ class Prefetcher:
         Args:
             rows: `[n]` working-set rows of the selection's sequences.
         """
-        if picked.misses.shape[1]:
-            self._step = step
-            self._gathered.append(LayerMisses(layer, rows, picked.misses))
-            if len(self._gathered) >= LAYERS_PER_PLAN:
-                self._send()
+        self._step = step
+        if self._gathered and not 0 <= layer - self._gathered[0].layer < LAYERS_PER_PLAN:
+            self._send()
+        self._gathered.append(LayerMisses(layer, rows, picked.misses))
+        if len(self._gathered) >= LAYERS_PER_PLAN:
+            self._send()
 
     @_timed
     def flush(self) -> None:
@@ -147,19 +147,18 @@ class Prefetcher:
                 plan.append(LayerMisses(layer, rows, misses[:, :room]))
                 self._submit(plan)
                 plan, misses, room = [], misses[:, room:], PIECES_PER_PLAN
-            plan.append(LayerMisses(layer, rows, misses))
-            room -= misses.shape[1]
+            if misses.shape[1]:
+                plan.append(LayerMisses(layer, rows, misses))
+                room -= misses.shape[1]
         if plan:
             self._submit(plan)
 
     def _submit(self, plan: list[LayerMisses]) -> None:
-        pieces = self._unused.pop() if self._unused else Pieces(PIECES_PER_PLAN)
-        pieces.fill(plan, self.steps.lend(pieces, plan))
-        for span in pieces.spans:
-            self._of_layer[span.layer].append(span)
-        for span in pieces.without:
-            self._of_layer[span.layer].append(span)
-            self.stats.dropped += span.end - span.start
+        pieces = self._unused.pop() if self._unused else Pieces(PIECES_PER_PLAN, LAYERS_PER_PLAN)
+        self.steps.lend(pieces, plan)
+        pieces.fill(plan[0].layer, len(plan))
+        self._waiting.append(pieces)
+        self.stats.dropped += pieces.short
         sequence = None
         if pieces.used:
             sequence = self.client.submit(
@@ -167,8 +166,8 @@ class Prefetcher:
                 pieces.data[SOURCE, : pieces.used],
                 pieces.data[TARGET, : pieces.used],
                 step=self._step,
-                first_layer=pieces.spans[0].layer,
-                end_layer=pieces.spans[-1].layer + 1,
+                first_layer=plan[0].layer,
+                end_layer=plan[-1].layer + 1,
             )
         if sequence is not None:
             self.stats.issued += pieces.used
@@ -192,36 +191,42 @@ class Prefetcher:
             self.stats.used += kept
             if done:  # else what is waiting for it goes without when its layer comes up
                 self.stats.wasted += pieces.used - kept
-                for span in pieces.spans:
-                    if span in (waiting := self._of_layer[span.layer]):
-                        waiting.remove(span)
-                        pieces.unseen -= 1
+                pieces.land()
             pieces.ended = True
-            self._recycle(pieces)
+            self._let_go(pieces)
 
     def land(self, layer: int) -> Late | None:
         """Before a step uses a layer's maps: whatever has not landed for it is late, and undone."""
-        return self._catch_up(layer) if self._of_layer[layer] else None
+        for pieces in self._waiting:
+            if pieces.waiting >> layer & 1:
+                return self._catch_up(layer)
+        return None
 
     @_timed
     def _catch_up(self, layer: int) -> Late | None:
         # Pieces without a spare row wait for nothing, but a plan that has ended may give some back.
-        if self._plans and any(not (span.sent and span.pieces.ended) for span in self._of_layer[layer]):
+        if self._plans and any(
+            pieces.waiting >> layer & 1 and (pieces.without >> layer & 1 or not pieces.ended)
+            for pieces in self._waiting
+        ):
             self.poll()
         late = []
-        spans, self._of_layer[layer] = self._of_layer[layer], []
-        for span in spans:
-            late.append(span.data.copy())
-            if span.sent:
-                span.data[WAITING] = 0
-                self.stats.late += span.end - span.start
-            span.pieces.unseen -= 1
-            self._recycle(span.pieces)
-        return self._undo(layer, np.concatenate(late, axis=1)) if late else None
+        for pieces in [pieces for pieces in self._waiting if pieces.waiting >> layer & 1]:
+            late += pieces.give_up(layer)
+            self._let_go(pieces)
+        if not late:
+            return None
+        data = np.concatenate(late, axis=1)
+        self.stats.late += int(data[WAITING].sum())
+        return self._undo(layer, data)
 
-    def _recycle(self, pieces: Pieces) -> None:
-        """Use a buffer again once its plan has ended and every layer has seen what became of it."""
-        if pieces.ended and not pieces.unseen:
+    def _let_go(self, pieces: Pieces) -> None:
+        """Forget a plan once no layer waits for it, and use its buffer again once it has ended too."""
+        if pieces.waiting:
+            return
+        if pieces in self._waiting:
+            self._waiting.remove(pieces)
+        if pieces.ended:
             pieces.reset()
             self._unused.append(pieces)
 
@@ -253,7 +258,7 @@ class Prefetcher:
         """Raise AssertionError unless every spare row is accounted for."""
         lent: dict[tuple[int, int], list[int]] = {}
         for pieces in self._plans.values():
-            for span in pieces.spans:
-                for head, row in span.data[[HEAD, LENT]].T.tolist():
-                    lent.setdefault((span.layer, head), []).append(row)
+            for layer, start, end, *_ in pieces.of_layers:
+                for head, row in pieces.data[[HEAD, LENT], start:end].T.tolist():
+                    lent.setdefault((layer, head), []).append(row)
         self._sets.cells.check_integrity(lent)

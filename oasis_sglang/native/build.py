@@ -112,11 +112,11 @@ def load_library() -> ctypes.CDLL | None:
     library.oasis_refresh.restype = number
     library.oasis_refresh.argtypes = (address, ctypes.c_int32)
     library.oasis_linear_is_fast.restype = ctypes.c_int32
-    library.oasis_lend.restype = library.oasis_adopt.restype = number
-    library.oasis_lend.argtypes = (address, number, address, number, *[address] * 3)
+    library.oasis_adopt.restype = number
     library.oasis_adopt.argtypes = (address, number, address, number, address, number)
     for name, arguments in (
         ("oasis_take_misses", (address, number, address)),
+        ("oasis_lend", (address, number, address, number, *[address] * 4)),
         ("oasis_linear", (*[number] * 3, *[address] * 3)),
         ("oasis_load", (*[number] * 5, *[address] * 6)),
         ("oasis_gather", (*[number] * 5, *[address] * 4, number, *[address] * 2)),

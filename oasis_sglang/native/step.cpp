@@ -505,13 +505,19 @@ enum { MISS_HOST, MISS_HEAD, MISS_DEVICE, MISS_SEQUENCE, MISS_SLOT, MISS_PAGE, M
 struct LayerMisses {
     int64_t layer, count, stride;
     const int64_t *rows, *misses;
-    int64_t lent;  // out: how many got a spare row
 };
 
-// The pieces of one layer in a plan: columns `start` to `end`.
-struct LayerPieces {
-    int64_t layer, start, end;
+// `Bounds` of pieces.py.
+struct Bounds {
+    int64_t layer, start, end, first_without, end_without;
 };
+
+// `Totals` of pieces.py.
+struct Totals {
+    int64_t used, short_of_rows, runs, waiting, without;
+};
+
+constexpr int64_t ADOPT_PREFETCH = 12;  // pieces ahead
 
 // What stays where it is as long as the pools do. Of all layers: `spare` `[layers, heads, spare_pages]`, of which the
 // first `left` `[layers, heads]` of each stack are there; `page_of` `[layers, rows, heads, set_pages]`; `cells` `[layers,
@@ -524,62 +530,92 @@ struct Places {
 };
 
 // Lends each miss of some layers a spare row of its layer and head, and fills in its piece: from the first column on
-// those that got one, from the last column backwards those that did not. Returns how many got one. Piece ids of the
-// source count `[pages, layers, heads]`. `shares` `[any, 3]`, of which `runs` come to be there, gets row, generation and
-// length of each run of pieces of an attempt.
-int64_t oasis_lend(const Places *places, int64_t layers, LayerMisses *of_layers, int64_t capacity, int64_t *pieces,
-                   int64_t *runs, int64_t *shares) {
+// those that got one, from the last column backwards those that did not; `bounds` `[layers]` says whose are where. Piece
+// ids of the source count `[pages, layers, heads]`. `shares` `[any, 3]` gets row, generation and length of each run of
+// pieces of an attempt.
+void oasis_lend(const Places *places, int64_t layers, const LayerMisses *of_layers, int64_t capacity, int64_t *pieces,
+                Bounds *bounds, Totals *totals, int64_t *shares) {
     const Places a = *places;
-    int64_t first = 0, last = capacity, run = -1;
+    int64_t first = 0, last = capacity;
+    thread_local std::vector<int64_t> asked;
     for (int64_t n = 0; n < layers; ++n) {
-        LayerMisses &of_layer = of_layers[n];
-        const int64_t layer = of_layer.layer, stride = of_layer.stride, start = first;
+        const LayerMisses &of_layer = of_layers[n];
+        asked.assign(a.heads, 0);
+        for (int64_t i = 0; i < of_layer.count; ++i) ++asked[of_layer.misses[MISS_HEAD * of_layer.stride + i]];
+        int64_t lent = 0;
+        for (int64_t h = 0; h < a.heads; ++h) lent += std::min(asked[h], a.left[of_layer.layer * a.heads + h]);
+        const int64_t without = of_layer.count - lent;
+        bounds[n] = {of_layer.layer, first, first + lent, last - without, last};
+        first += lent, last -= without;
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < layers; ++n) {
+        const LayerMisses &of_layer = of_layers[n];
+        const int64_t layer = of_layer.layer, stride = of_layer.stride;
         const int64_t *spare = a.spare + layer * a.heads * a.spare_pages;
         int64_t *left = a.left + layer * a.heads;
+        int64_t sent = bounds[n].start, kept_back = bounds[n].end_without;
         for (int64_t i = 0; i < of_layer.count; ++i) {
             const int64_t *m = of_layer.misses + i;
             const int64_t h = m[MISS_HEAD * stride], row = of_layer.rows[m[MISS_SEQUENCE * stride]];
-            const int64_t generation = a.generations[row];
             const bool lent = left[h] > 0;
             const int64_t at = lent ? spare[h * a.spare_pages + --left[h]] : NONE;
-            const int64_t fields[FIELDS] = {row, generation, h, m[MISS_SLOT * stride], m[MISS_PAGE * stride],
-                                            m[MISS_EVICTED * stride], at, 1,
+            const int64_t fields[FIELDS] = {row, a.generations[row], h, m[MISS_SLOT * stride], m[MISS_PAGE * stride],
+                                            m[MISS_EVICTED * stride], at, lent,
                                             (m[MISS_HOST * stride] * a.layers + layer) * a.heads + h,
                                             2 * layer * a.pool_rows + at};
-            int64_t *to = pieces + (lent ? first++ : --last);
+            int64_t *to = pieces + (lent ? sent++ : --kept_back);
             for (int64_t f = 0; f < FIELDS; ++f) to[f * capacity] = fields[f];
-            if (!lent) continue;
-            if (run < 0 || shares[3 * run] != row || shares[3 * run + 1] != generation) {
-                ++run;
-                shares[3 * run] = row, shares[3 * run + 1] = generation, shares[3 * run + 2] = 0;
-            }
-            ++shares[3 * run + 2];
         }
-        of_layer.lent = first - start;
     }
-    *runs = run + 1;
-    return first;
+    *totals = {first, capacity - last, 0, 0, 0};
+    for (int64_t n = 0; n < layers; ++n) {
+        const int64_t bit = int64_t{1} << (bounds[n].layer - bounds[0].layer);
+        const bool without = bounds[n].first_without < bounds[n].end_without;
+        if (bounds[n].start < bounds[n].end || without) totals->waiting |= bit;
+        if (without) totals->without |= bit;
+    }
+    for (int64_t i = 0; i < first; ++i) {
+        const int64_t row = pieces[ROW * capacity + i], generation = pieces[GENERATION * capacity + i];
+        int64_t *share = shares + 3 * (totals->runs - 1);
+        if (!totals->runs || share[0] != row || share[1] != generation) {
+            share += 3, ++totals->runs;
+            share[0] = row, share[1] = generation, share[2] = 0;
+        }
+        ++share[2];
+    }
 }
 
 // Takes back the spare rows of a plan that has ended. Where the copy is good (`done`) and the maps still count on it, the
 // row takes the place of the cell, whose own row goes to the stack. Returns how many did.
-int64_t oasis_adopt(const Places *places, int64_t layers, const LayerPieces *of_layers, int64_t capacity,
+int64_t oasis_adopt(const Places *places, int64_t layers, const Bounds *of_layers, int64_t capacity,
                     int64_t *pieces, int64_t done) {
     const Places a = *places;
     int64_t kept = 0;
+#pragma omp parallel for schedule(static) reduction(+ : kept)
     for (int64_t n = 0; n < layers; ++n) {
         const int64_t layer = of_layers[n].layer;
         const int32_t *page_of = a.page_of + layer * a.rows * a.heads * a.set_pages;
         int64_t *cells = a.cells + layer * a.pages * a.heads;
         int64_t *spare = a.spare + layer * a.heads * a.spare_pages;
         int64_t *left = a.left + layer * a.heads;
+        auto map_of = [&](const int64_t *p) {
+            return page_of + (p[ROW * capacity] * a.heads + p[HEAD * capacity]) * a.set_pages + p[SLOT * capacity];
+        };
+        auto cell_of = [&](const int64_t *p) {
+            return cells + a.owned[p[ROW * capacity] * a.set_pages + p[SLOT * capacity]] * a.heads + p[HEAD * capacity];
+        };
         for (int64_t i = of_layers[n].start; i < of_layers[n].end; ++i) {
+            // Weights went through the caches since these were touched, and they lie anywhere.
+            const int64_t *next = pieces + std::min(i + ADOPT_PREFETCH, of_layers[n].end - 1);
+            __builtin_prefetch(map_of(next));
+            __builtin_prefetch(cell_of(next), 1);
             int64_t *p = pieces + i;
-            const int64_t row = p[ROW * capacity], h = p[HEAD * capacity], slot = p[SLOT * capacity];
+            const int64_t h = p[HEAD * capacity];
             int64_t back = p[LENT * capacity];
-            if (done && p[WAITING * capacity] && a.generations[row] == p[GENERATION * capacity] &&
-                page_of[(row * a.heads + h) * a.set_pages + slot] == p[PAGE * capacity]) {
-                std::swap(back, cells[a.owned[row * a.set_pages + slot] * a.heads + h]);
+            if (done && p[WAITING * capacity] && a.generations[p[ROW * capacity]] == p[GENERATION * capacity] &&
+                *map_of(p) == p[PAGE * capacity]) {
+                std::swap(back, *cell_of(p));
                 ++kept;
             }
             spare[h * a.spare_pages + left[h]++] = back;

@@ -263,7 +263,7 @@ def test_plans_may_end_in_any_order() -> None:
 
 
 def test_a_step_looks_for_messages_once_where_all_is_done() -> None:
-    """Neither a layer nor a plan costs a look of its own: one step's three plans are found together."""
+    """Neither a layer nor a plan costs a look of its own: one step's two plans are found together."""
     harness, courier, s = running_harness(["done"], layers=24)
     harness.decode([s])
     steps = 6
@@ -271,7 +271,7 @@ def test_a_step_looks_for_messages_once_where_all_is_done() -> None:
         before = courier.polls
         harness.decode([s])
         assert courier.polls == before + 1
-    assert courier.submitted == 3 * (steps + 1)
+    assert courier.submitted == 2 * (steps + 1)
 
 
 def test_a_layer_that_gets_no_row_takes_none_from_others() -> None:

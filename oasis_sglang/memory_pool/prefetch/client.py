@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import zmq
@@ -17,7 +17,7 @@ from oasis_sglang.memory_pool.prefetch.messages import (
     Plan,
     decode,
     encode,
-    pack_ids,
+    encode_into,
 )
 from oasis_sglang.memory_pool.prefetch.process import Endpoints
 from oasis_sglang.memory_pool.prefetch.sockets import can_read, try_send
@@ -53,6 +53,11 @@ class ClientStats:
         self.copy_seconds = 0.0  # in the workers
 
 
+def _raw(ids: np.ndarray) -> bytes:
+    """The memory of an array, which can be encoded as bytes and is copied once less."""
+    return cast(bytes, ids.data)
+
+
 class _Link:
     """The sockets to one generation of a worker."""
 
@@ -65,7 +70,7 @@ class _Link:
             socket.linger = 0
             socket.connect(endpoint)
 
-    def send(self, frame: bytes) -> bool:
+    def send(self, frame: bytes | bytearray) -> bool:
         return try_send(self.plans, frame)
 
     def close(self) -> None:
@@ -87,6 +92,7 @@ class PrefetchClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._links: dict[int, _Link] = {}  # by generation
         self._ledger = Ledger()
+        self._frame = bytearray()  # of plans
         self._stats = ClientStats()
 
     @property
@@ -124,25 +130,20 @@ class PrefetchClient:
             ValueError: the plan is larger than `messages.MAX_FRAME_BYTES`.
         """
         shares = np.ascontiguousarray(attempts, dtype=IDS).reshape(-1, 3)
+        sources, targets = np.ascontiguousarray(source_ids, dtype=IDS), np.ascontiguousarray(target_ids, dtype=IDS)
+        pieces = len(sources)
         sequence = self._ledger.next_sequence()
-        frame = encode(
-            Plan(
-                sequence,
-                step,
-                first_layer,
-                end_layer,
-                shares.tobytes(),
-                pack_ids(source_ids),
-                pack_ids(target_ids),
-            )
-        )
+        plan = Plan(sequence, step, first_layer, end_layer, _raw(shares), _raw(sources), _raw(targets))
+        encode_into(self._frame, plan)
         ready = [generation for _, generation in self._workers.ready()]
-        for generation in sorted(ready, key=self._ledger.pieces_of):
+        if len(ready) > 1:
+            ready.sort(key=self._ledger.pieces_of)
+        for generation in ready:
             if self._ledger.plans_of(generation) >= self._workers.queue_plans:
                 continue
             link = self._link(generation)
-            if link is not None and link.send(frame):
-                self._ledger.submit(sequence, generation, shares)
+            if link is not None and link.send(self._frame):
+                self._ledger.submit(sequence, generation, shares, pieces)
                 return sequence
         self._stats.plans_dropped += 1
         return None

@@ -31,10 +31,10 @@ class Finished(NamedTuple):
 
 
 class _Entry:
-    def __init__(self, generation: int, attempts: np.ndarray) -> None:
+    def __init__(self, generation: int, attempts: np.ndarray, pieces: int) -> None:
         self.generation = generation
         self.attempts = attempts
-        self.pieces = int(attempts[:, 2].sum())
+        self.pieces = pieces
         self.cancelled: set[AttemptKey] = set()
 
     def concerns(self, attempt: AttemptKey) -> bool:
@@ -66,9 +66,9 @@ class Ledger:
         self._last += 1
         return self._last
 
-    def submit(self, sequence: int, generation: int, attempts: np.ndarray) -> None:
-        """`attempts` `[n, 3]`: row, generation and pieces of each `Share`."""
-        entry = _Entry(generation, attempts)
+    def submit(self, sequence: int, generation: int, attempts: np.ndarray, pieces: int) -> None:
+        """`attempts` `[n, 3]`: row, generation and pieces of each `Share`; `pieces` is their sum."""
+        entry = _Entry(generation, attempts, pieces)
         self._entries[sequence] = self._by_generation.setdefault(generation, {})[sequence] = entry
         self.submitted += 1
 

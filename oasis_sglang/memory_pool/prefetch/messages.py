@@ -132,10 +132,21 @@ def encode(message: Message) -> bytes:
     Raises:
         ValueError: it is larger than `MAX_FRAME_BYTES`.
     """
-    frame = _HEADERS[type(message)] + _encoder.encode(message)
+    frame = bytearray()
+    encode_into(frame, message)
+    return bytes(frame)
+
+
+def encode_into(frame: bytearray, message: Message) -> None:
+    """Have a buffer hold the frame of a message and nothing else; who uses it again saves copies and allocations.
+
+    Raises:
+        ValueError: it is larger than `MAX_FRAME_BYTES`.
+    """
+    frame[:HEADER_BYTES] = _HEADERS[type(message)]
+    _encoder.encode_into(message, frame, HEADER_BYTES)
     if len(frame) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES} can be sent")
-    return frame
 
 
 def decode(frame: bytes) -> Message:

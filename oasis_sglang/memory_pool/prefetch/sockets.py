@@ -10,7 +10,7 @@ def can_read(socket: zmq.Socket) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
-def try_send(socket: zmq.Socket, frame: bytes) -> bool:
+def try_send(socket: zmq.Socket, frame: bytes | bytearray) -> bool:
     """Hand a frame over, unless the socket has as many waiting as it may."""
     try:
         socket.send(frame, zmq.NOBLOCK)
