@@ -73,9 +73,7 @@ REFUSALS = (
 
 
 # On a GPU.
-GPU_REFUSALS = (
-    Refusal("enable_torch_compile", (None, False), f"{_LEAVE_OUT}: decode steps are CUDA graphs already"),
-)
+GPU_REFUSALS = (Refusal("enable_torch_compile", (None, False), f"{_LEAVE_OUT}: decode steps are CUDA graphs already"),)
 
 
 def _flag(field: str) -> str:

@@ -118,28 +118,26 @@ class Prefetcher:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    @_timed
     def plan(self, layer: int, rows: torch.Tensor, picked: Selection, step: int) -> None:
         """Have a selection's misses brought in; the maps say that they are there already.
 
-        Those that cannot be sent for, because there is no spare row, are undone when the layer comes up again.
+        They are kept for the next plan, and only its sending is timed: between two layers that keeping takes less time
+        than reading a clock. Those that cannot be sent for, because there is no spare row, are undone when the layer
+        comes up again.
 
         Args:
             rows: `[n]` working-set rows of the selection's sequences.
         """
         self._step = step
         if self._gathered and not 0 <= layer - self._gathered[0].layer < LAYERS_PER_PLAN:
-            self._send()
+            self.flush()
         self._gathered.append(LayerMisses(layer, rows, picked.misses))
         if len(self._gathered) >= LAYERS_PER_PLAN:
-            self._send()
+            self.flush()
 
     @_timed
     def flush(self) -> None:
         """Send what has been gathered. Pieces that no worker takes count as late when their layer comes up."""
-        self._send()
-
-    def _send(self) -> None:
         gathered, self._gathered = self._gathered, []
         plan, room = [], PIECES_PER_PLAN
         for layer, rows, misses in gathered:

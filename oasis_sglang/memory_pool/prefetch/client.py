@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Protocol, cast
 
 import numpy as np
@@ -58,6 +60,18 @@ def _raw(ids: np.ndarray) -> bytes:
     return cast(bytes, ids.data)
 
 
+@functools.cache
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """One for the process, which nobody ends: one that is ended by the garbage collector waits for sockets that are
+    part of the same garbage, for ever.
+
+    Its thread is `SCHED_BATCH`, so that it interrupts nobody when a frame is handed to it: with all cores busy a step
+    would stand still for longer than all the rest of handing over a plan takes."""
+    context = zmq.Context()
+    context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
+    return context
+
+
 class _Link:
     """The sockets to one generation of a worker."""
 
@@ -87,9 +101,7 @@ class PrefetchClient:
 
     def __init__(self, workers: WorkerList) -> None:
         self._workers = workers
-        # The process's own, which nobody ends: one that is ended by the garbage collector waits for sockets that are
-        # part of the same garbage, for ever.
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._context = _context()
         self._links: dict[int, _Link] = {}  # by generation
         self._ledger = Ledger()
         self._frame = bytearray()  # of plans
