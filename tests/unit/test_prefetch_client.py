@@ -118,6 +118,15 @@ def client(workers: PlayedWorkers):
     client.close()
 
 
+def test_zmqs_thread_interrupts_no_step(workers: PlayedWorkers, client: PrefetchClient) -> None:
+    """Waking a thread of the usual priority costs a busy rank process most of what a plan may cost."""
+    workers.start()
+    assert client.submit([(0, 1, 1)], [0], [0], step=1, first_layer=0, end_layer=1) is not None
+    policies = [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]
+    assert os.SCHED_BATCH in policies
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def submit(client: PrefetchClient, row: int = 0, pieces: int = 1) -> int | None:
     ids = range(pieces)
     return client.submit([(row, 1, pieces)], ids, ids, step=3, first_layer=4, end_layer=6)
