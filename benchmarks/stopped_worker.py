@@ -1,9 +1,10 @@
 """What does a step lose while its prefetch worker stands still?
 
-One server with `miss_policy: skip` decodes long documents twice: undisturbed, and with its worker stopped by SIGSTOP
-whenever it is in service, its successors too. Reported: the time between two tokens of a request (median and 99th
-percentile), how long the server was without a worker, and whether every request was served. Under `skip` a step does
-without pages that are late, so it should not be slower.
+One server with `miss_policy: skip` decodes long documents twice: undisturbed, and with its worker stopped (SIGSTOP) for
+half a minute in the midst of it, then let go on (SIGCONT). Reported for that time, and for as long a time in the
+undisturbed run: the time between two tokens of a request (median and 99th percentile) and what prefetching costs the
+rank process; and how soon after SIGCONT the worker was in service, and whether every request was served. Under `skip` a
+step does without pages that are late, so it should not be slower.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from benchmarks import common
 from benchmarks.prefetch import variants
 from oasis_sglang.serving import Answer, Client, Documents, Report, ask_all, greedy
 
-LOOK_EVERY = 0.5  # seconds
+FIRST_STEPS = 8  # before the stop
+LOOK_EVERY = 0.05  # seconds
 
 
 def arguments_parser() -> argparse.ArgumentParser:
     parser = common.parser(__doc__)
     parser.add_argument("--documents", type=int, default=8, help="requests at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=7000, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="how long the stop lasts (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=280, help="tokens each answer has (default: %(default)s)")
     parser.add_argument("--budget", type=int, default=2048, help="token budget (default: %(default)s)")
     parser.add_argument("--fetch-ratio", type=float, default=0.1, help="fetch cap (default: %(default)s)")
@@ -35,42 +38,42 @@ def arguments_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Look(threading.Thread):
-    """Asks the server for its state again and again, and stops the worker that it finds in service, if told to."""
+class Span(threading.Thread):
+    """Some time within a run, in which the worker stands still if it is to."""
 
-    def __init__(self, client: Client, *, stop_workers: bool) -> None:
+    def __init__(self, client: Client, seconds: float, *, stopped: bool) -> None:
         super().__init__(daemon=True)
-        self._client, self._stop_workers = client, stop_workers
-        self._over = threading.Event()
-        self.stopped: list[int] = []
-        self.returns: list[float] = []  # seconds from a stop to the first look that found a successor in service
+        self._client, self._seconds, self._stopped = client, seconds, stopped
+        self.start_time = self.end_time = 0.0  # of `time.perf_counter`
+        self.before: dict[str, Any] = {}
+        self.after: dict[str, Any] = {}
+        self.return_seconds: float | None = None  # from SIGCONT to the first look that found it in service
 
     def run(self) -> None:
-        since = 0.0
-        while not self._over.wait(LOOK_EVERY):
-            state = self._client.oasis()
-            if not state.get("prefetch_workers_ready"):
-                continue
-            pid = int(state["prefetch_worker_pids"][0])
-            if self.stopped and pid == self.stopped[-1]:
-                continue
-            if self.stopped and since:
-                self.returns.append(time.monotonic() - since)
-            if self._stop_workers:
-                os.kill(pid, signal.SIGSTOP)
-                self.stopped.append(pid)
-                since = time.monotonic()
+        first = self._client.oasis()["decode_steps_total"]
+        while (self.before or self._client.oasis())["decode_steps_total"] < first + FIRST_STEPS:
+            time.sleep(LOOK_EVERY)
+        self.before = self._client.oasis()
+        pid = int(self.before["prefetch_worker_pids"][0])
+        if self._stopped:
+            os.kill(pid, signal.SIGSTOP)
+        self.start_time = time.perf_counter()
+        time.sleep(self._seconds)
+        self.after = self._client.oasis()
+        self.end_time = time.perf_counter()
+        if self._stopped:
+            os.kill(pid, signal.SIGCONT)
+            while not self._client.oasis()["prefetch_workers_ready"]:
+                time.sleep(LOOK_EVERY)
+            self.return_seconds = time.perf_counter() - self.end_time
 
-    def end(self) -> None:
-        self._over.set()
-        self.join()
+    def gaps(self, answer: Answer) -> list[float]:
+        """Milliseconds between two tokens of one request."""
+        times = [when for when, _ in answer.arrivals if self.start_time <= when <= self.end_time]
+        return [1000 * (b - a) for a, b in itertools.pairwise(times)]
 
-
-def gaps(answers: list[Answer]) -> list[float]:
-    """Milliseconds between two tokens of one request, while all were decoding."""
-    start, end = max(answer.first for answer in answers), min(answer.last for answer in answers)
-    times = [when for when, _ in answers[0].arrivals if start <= when <= end]
-    return [1000 * (b - a) for a, b in itertools.pairwise(times)]
+    def grown(self, key: str) -> float:
+        return float(self.after[key]) - float(self.before[key])
 
 
 def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
@@ -81,23 +84,22 @@ def run(arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
     results: dict[str, Any] = {"flags": variant.flags}
     with common.started(arguments, variant, model, report.console) as (_, client):
         ask_all(client, prompts, greedy(4, ignore_eos=True))
-        for name, disturbed in (("undisturbed", False), ("stopped", True)):
-            look = Look(client, stop_workers=disturbed)
-            before = client.oasis()
-            look.start()
+        for name, stopped in (("undisturbed", False), ("stopped", True)):
+            span = Span(client, arguments.seconds, stopped=stopped)
+            span.start()
             answers = ask_all(client, prompts, greedy(arguments.new_tokens, ignore_eos=True))
-            look.end()
-            after = client.oasis()
-            between = gaps(answers)
+            span.join()
+            between = span.gaps(answers[0])
+            steps = span.grown("decode_steps_total")
             results[name] = {
                 "ms_median": statistics.median(between),
                 "ms_p99": statistics.quantiles(between, n=100)[98],
                 "gaps_ms": between,
+                "rank_ms_per_step": 1000 * span.grown("prefetch_rank_seconds_total") / steps,
                 "served": sum(answer.tokens == arguments.new_tokens for answer in answers),
-                "workers_stopped": len(look.stopped),
-                "seconds_to_return": look.returns,
+                "seconds_to_return": span.return_seconds,
                 **{
-                    key: after[f"prefetch_{key}_total"] - before[f"prefetch_{key}_total"]
+                    key: span.grown(f"prefetch_{key}_total")
                     for key in ("used_pages", "late_pages", "dropped_pages", "worker_restarts")
                 },
             }
@@ -110,13 +112,13 @@ def show(results: dict[str, Any], arguments: argparse.Namespace, report: Report)
         each = results[name]
         back = each["seconds_to_return"]
         rows.append((
-            name, each["ms_median"], each["ms_p99"], each["served"], each["workers_stopped"],
-            f"{max(back):.1f}" if back else None, each["used_pages"], each["late_pages"] + each["dropped_pages"],
+            name, each["ms_median"], each["ms_p99"], each["rank_ms_per_step"], each["served"],
+            None if back is None else f"{back:.2f}", each["used_pages"], each["late_pages"] + each["dropped_pages"],
         ))  # fmt: skip
     report.table(
-        f"{arguments.documents} × {arguments.tokens:,} tokens, {arguments.new_tokens} steps, one worker",
-        ("worker", "ms/step", "p99", "served", "stops", "longest return (s)", "pages used", "late or dropped"), rows,
-        caption="A stopped worker is noticed by its silence and replaced; it stands still for as long as that takes.",
+        f"{arguments.documents} × {arguments.tokens:,} tokens, {arguments.seconds:g} s, one worker",
+        ("worker", "ms/step", "p99", "rank: ms/step", "served", "return (s)", "pages used", "late or dropped"), rows,
+        caption="Rank: what prefetching costs the rank process. Return: from SIGCONT to being in service.",
     )  # fmt: skip
 
 

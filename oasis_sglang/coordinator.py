@@ -180,7 +180,11 @@ class Coordinator:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def idle(self) -> bool:
-        return self.tier.in_flight() == 0
+        if self.tier.in_flight() == 0:
+            return True
+        if self.workers is not None:  # no step is disturbed now
+            self.workers.replace_stopped()
+        return False
 
     def check_idle(self) -> None:
         """Raise unless nothing is held; called when SGLang checks for leaks."""

@@ -104,6 +104,17 @@ def test_killed_and_stopped_workers_change_no_token(
         assert state["prefetch_used_pages_total"] > 0
         assert state["accepted_tokens_total"] == state["verify_steps_total"] > 0  # a probe commits one token a step
 
+        running = [Background(client, prompt, greedy(NEW, ignore_eos=True)) for prompt in prompts]
+        for request in running:
+            request.wait_for_tokens(3)
+        stopped = signalled(client, signal.SIGSTOP)
+        until(lambda: client.oasis()["prefetch_workers_ready"] == 0, "the stop being noticed")
+        os.kill(stopped, signal.SIGCONT)
+        until(lambda: client.oasis()["prefetch_workers_ready"] == 1, "the worker going on", 2)
+        for request, truth in zip(running, exact, strict=True):
+            assert request.join().output_ids == truth.output_ids
+        assert client.oasis()["prefetch_worker_restarts_total"] == KILLS
+
         stopped = signalled(client, signal.SIGSTOP)
         answers = ask_all(client, prompts, greedy(NEW, ignore_eos=True))
         assert [a.output_ids for a in answers] == [a.output_ids for a in exact]

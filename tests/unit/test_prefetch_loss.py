@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from oasis_sglang.memory_pool.prefetch import watch
+from oasis_sglang.memory_pool.prefetch import process, settings, watch
 from oasis_sglang.memory_pool.prefetch.folder import EndpointFolder
 from oasis_sglang.memory_pool.prefetch.supervisor import Workers
 from tests.unit.prefetch_rig import (
@@ -96,7 +96,9 @@ def test_workers_killed_at_random_moments(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(list(rig.workers.folder.iterdir())) == 2 * 2 + 2, "sockets of the dead are gone"
 
 
-def test_a_stopped_worker_is_replaced_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stopped_worker_is_replaced_when_its_plans_must_end_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, logger=watch.__name__)
     with Rig(2, piece_delay=0.01) as rig:
         stopped, generation = rig.pid(0), rig.workers.generation(0)
@@ -104,6 +106,9 @@ def test_a_stopped_worker_is_replaced_and_the_others_go_on(caplog: pytest.LogCap
         start = time.monotonic()
         plans = [rig.submit([i], [i]) for i in range(20)]
         assert None not in plans
+        until(lambda: rig.workers.states() == ("stopped", "ready"))
+        assert is_running(stopped), "it may go on, and no step waits for it"
+        rig.workers.replace_stopped()
         ends = rig.wait()
         lost_after = time.monotonic() - start
         lost = [end.sequence for end in ends if end.status == "lost"]
@@ -125,10 +130,45 @@ def test_a_stopped_worker_is_replaced_and_the_others_go_on(caplog: pytest.LogCap
         assert {end.status for end in rig.wait()} == {"done"}
         assert all(rig.memories.holds(i, i) for i in range(20))
     messages = [record.getMessage() for record in caplog.records if record.name == watch.__name__]
-    assert len(messages) == 2
-    assert messages[0].startswith(f"Prefetch worker 0 (pid {stopped}) was silent for 2 s. Its pages are fetched")
-    assert messages[0].endswith("a new worker starts in 0.1 s")
-    assert messages[1].startswith("Prefetch worker 0 is back (pid ")
+    assert len(messages) == 3
+    assert messages[0].startswith(f"Prefetch worker 0 (pid {stopped}) was silent for 2 s: it is stopped. Until it goes")
+    assert messages[1].startswith(f"Prefetch worker 0 (pid {stopped}) is stopped with plans that must end. Its pages")
+    assert messages[1].endswith("a new worker starts in 0.1 s")
+    assert messages[2].startswith("Prefetch worker 0 is back (pid ")
+
+
+def test_a_stopped_worker_that_goes_on_is_back_in_service_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """C43: no step pays for a successor's start, and what was asked of it before is copied yet."""
+    caplog.set_level(logging.INFO, logger=watch.__name__)
+    with Rig() as rig:
+        pid = rig.pid()
+        os.kill(pid, signal.SIGSTOP)
+        assert rig.submit([1], [1]) is not None
+        until(lambda: rig.workers.states() == ("stopped",))
+        assert rig.submit([2], [2]) is None
+        assert rig.poll() == []
+        time.sleep(settings.SILENCE_SECONDS + 0.5)
+        assert rig.workers.states() == ("stopped",)
+        os.kill(pid, signal.SIGCONT)
+        assert until(rig.workers.ready) < 2.0
+        assert [end.status for end in rig.wait()] == ["done"]
+        assert rig.memories.holds(1, 1)
+        assert rig.submit([2], [2]) is not None
+        assert [end.status for end in rig.wait()] == ["done"]
+        assert rig.pid() == pid
+        assert rig.workers.restarts == 0
+    assert caplog.messages[-1] == f"Prefetch worker 0 (pid {pid}) goes on"
+
+
+def test_a_worker_that_stays_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STOPPED_SECONDS", 4.0)
+    with Rig() as rig:
+        pid = rig.pid()
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: rig.workers.states() == ("stopped",))
+        until(lambda: not is_running(pid))
+        until(rig.workers.ready)
+        assert rig.workers.restarts == 1
 
 
 def test_a_short_stop_is_forgiven() -> None:

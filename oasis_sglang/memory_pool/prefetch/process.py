@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from oasis_sglang.memory_pool.prefetch.folder import EndpointFolder
-from oasis_sglang.memory_pool.prefetch.settings import SILENCE_SECONDS, START_SECONDS, WorkerSettings
+from oasis_sglang.memory_pool.prefetch.settings import SILENCE_SECONDS, START_SECONDS, STOPPED_SECONDS, WorkerSettings
 
-State = Literal["starting", "ready", "lost"]
+State = Literal["starting", "ready", "stopped", "lost"]
 
 MODULE = "oasis_sglang.memory_pool.prefetch.worker"
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
@@ -51,7 +51,7 @@ class WorkerProcess:
         """
         self.generation = generation
         self.state: State = "starting"
-        self.started = self.ready_since = self.heard = now
+        self.started = self.ready_since = self.heard = self.seen_stopped = now
         self.bad_frames = 0  # as of its last hello
         self._folder = folder
         self._names = (f"plans-{generation}", f"done-{generation}")
@@ -96,7 +96,25 @@ class WorkerProcess:
             return f"did not come up within {START_SECONDS:.0f} s"
         if self.state == "ready" and now - self.heard > SILENCE_SECONDS:
             return f"was silent for {SILENCE_SECONDS:.0f} s"
+        if self.state == "stopped" and now - self.seen_stopped > SILENCE_SECONDS:
+            return f"went on after a stop, and was silent for {SILENCE_SECONDS:.0f} s"
+        if self.state == "stopped" and now - self.heard > STOPPED_SECONDS:
+            return f"was stopped for {STOPPED_SECONDS:.0f} s"
         return None
+
+    def look_for_stop(self, now: float) -> bool:
+        """Whether a worker in service is silent because somebody stopped it; it is `stopped` then."""
+        if self.state != "stopped" and (self.state != "ready" or now - self.heard <= SILENCE_SECONDS):
+            return False
+        try:
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if letter not in "Tt":
+            return False
+        self.seen_stopped = now
+        newly, self.state = self.state == "ready", "stopped"
+        return newly
 
     def kill(self) -> None:
         """Return at once; `reap` says when it is over. A stopped process dies too."""

@@ -8,6 +8,9 @@ import msgspec
 HEARTBEAT_SECONDS = 0.25
 # A worker that was silent for this long is replaced. Eight heartbeats: a busy machine can hold one up for a while.
 SILENCE_SECONDS = 2.0
+# Unless somebody stopped it (SIGSTOP, a debugger): a successor's start takes half a second of a core from the steps,
+# and one that is let go on is back at once.
+STOPPED_SECONDS = 60.0
 # The first hello comes after the imports, which take seconds on a busy machine.
 START_SECONDS = 30.0
 # Plans that one worker may have waiting: more would only come late.

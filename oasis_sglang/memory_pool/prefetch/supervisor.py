@@ -106,6 +106,10 @@ class Workers:
         view = self._watch.view
         return generation <= view.newest and generation not in view.endpoints
 
+    def replace_stopped(self) -> None:
+        """Wait no longer for workers that somebody stopped (SIGSTOP): what they were lent is wanted back."""
+        self._watch.replace_stopped()
+
     def stop(self) -> None:
         """End the workers and remove their folder. Takes a second at most; a second call does nothing."""
         self._finalizer()

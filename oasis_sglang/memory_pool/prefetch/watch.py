@@ -13,6 +13,7 @@ import zmq
 from oasis_sglang.memory_pool.prefetch.folder import EndpointFolder
 from oasis_sglang.memory_pool.prefetch.messages import BadMessage, Hello, Stop, decode, encode
 from oasis_sglang.memory_pool.prefetch.process import Endpoints, Layout, State, WorkerProcess
+from oasis_sglang.memory_pool.prefetch.settings import SILENCE_SECONDS, STOPPED_SECONDS
 from oasis_sglang.memory_pool.prefetch.sockets import can_read, try_send
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class Watch:
         self._bad_frames_of_the_dead = 0
         self._owner = os.getpid()
         self._stopping = threading.Event()
+        self._impatient = threading.Event()
         self._context = zmq.Context()
         self._heartbeats = self.folder.endpoint("heartbeats")
         try:
@@ -97,6 +99,10 @@ class Watch:
                 process.kill()
             self.folder.remove()
 
+    def replace_stopped(self) -> None:
+        """Wait no longer for workers that somebody stopped. May be called from any thread."""
+        self._impatient.set()
+
     def _processes(self) -> list[WorkerProcess]:
         return [process for slot in self._slots if (process := slot.process) is not None]
 
@@ -120,6 +126,8 @@ class Watch:
 
     def _turn(self, now: float) -> None:
         self._listen(now)
+        impatient = self._impatient.is_set()
+        self._impatient.clear()
         for index, slot in enumerate(self._slots):
             process = slot.process
             if process is None:
@@ -127,6 +135,17 @@ class Watch:
                     self._start(index, slot, now)
             elif process.state == "lost":
                 self._bury(slot)
+            elif process.look_for_stop(now):
+                logger.warning(
+                    "Prefetch worker %d (pid %d) was silent for %.0f s: it is stopped. Until it goes on steps do "
+                    "without it; it is replaced in %.0f s, or before the server is idle",
+                    index,
+                    process.pid,
+                    SILENCE_SECONDS,
+                    STOPPED_SECONDS - SILENCE_SECONDS,
+                )
+            elif process.state == "stopped" and impatient:
+                self._give_up(index, slot, f"(pid {process.pid}) is stopped with plans that must end", now)
             elif trouble := process.trouble(now):
                 self._give_up(index, slot, f"(pid {process.pid}) {trouble}", now)
             elif process.state == "ready" and now - process.ready_since > HEALTHY_SECONDS:
@@ -160,6 +179,9 @@ class Watch:
                     seconds = now - slot.lost_at
                     logger.info("Prefetch worker %d is back (pid %d) after %.1f s", index, process.pid, seconds)
                 slot.lost_at = None
+            elif process.state == "stopped":
+                process.state, process.ready_since = "ready", now
+                logger.info("Prefetch worker %d (pid %d) goes on", index, process.pid)
 
     def _start(self, index: int, slot: _Slot, now: float) -> None:
         self._newest += 1
