@@ -113,7 +113,8 @@ def show(results: dict[str, Any], arguments: argparse.Namespace, report: Report)
         back = each["seconds_to_return"]
         rows.append((
             name, each["ms_median"], each["ms_p99"], each["rank_ms_per_step"], each["served"],
-            None if back is None else f"{back:.2f}", int(each["used_pages"]), int(each["late_pages"] + each["dropped_pages"]),
+            None if back is None else f"{back:.2f}", int(each["used_pages"]),
+            int(each["late_pages"] + each["dropped_pages"]),
         ))  # fmt: skip
     report.table(
         f"{arguments.documents} × {arguments.tokens:,} tokens, {arguments.seconds:g} s, one worker",
