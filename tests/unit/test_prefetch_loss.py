@@ -147,7 +147,7 @@ def test_a_stopped_worker_that_goes_on_is_back_in_service_at_once(caplog: pytest
         until(lambda: rig.workers.states() == ("stopped",))
         assert rig.submit([2], [2]) is None
         assert rig.poll() == []
-        time.sleep(settings.SILENCE_SECONDS + 0.5)
+        time.sleep(settings.SILENCE_SECONDS + 0.5)  # long enough for one that is merely silent to be replaced
         assert rig.workers.states() == ("stopped",)
         os.kill(pid, signal.SIGCONT)
         assert until(rig.workers.ready) < 2.0

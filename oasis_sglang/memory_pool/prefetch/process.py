@@ -103,7 +103,8 @@ class WorkerProcess:
         return None
 
     def look_for_stop(self, now: float) -> bool:
-        """Whether a worker in service is silent because somebody stopped it; it is `stopped` then."""
+        """Whether a worker in service is newly found to be stopped by somebody (SIGSTOP, a debugger), which makes it
+        `stopped` until it is heard again."""
         if self.state != "stopped" and (self.state != "ready" or now - self.heard <= SILENCE_SECONDS):
             return False
         try:
