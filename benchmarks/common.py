@@ -103,16 +103,15 @@ def started(
         instance.stop()
 
 
-def taking_turns(
+@contextmanager
+def standing_by(
     arguments: argparse.Namespace,
     chosen: Sequence[Variant],
     model: str,
     report: Report,
     prepare: Callable[[Variant, Client], None],
-) -> Iterator[tuple[Variant, Client]]:
-    """Start a server per variant, prepare each, then let them run one at a time, all in every round of
-    `arguments.rounds`; the others stand still (SIGSTOP), so that slow drifts of the machine hit all alike. Another one
-    goes first in every round: none always follows the same one."""
+) -> Iterator[tuple[list[Server], Progress]]:
+    """A server per variant, each prepared and then standing still (SIGSTOP), and a progress display."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with ExitStack() as stack, Progress(*columns, console=report.console) as progress:
         servers: list[Server] = []
@@ -122,6 +121,20 @@ def taking_turns(
             prepare(variant, Client(servers[-1].url))
             servers[-1].pause()
             progress.stop_task(task)
+        yield servers, progress
+
+
+def taking_turns(
+    arguments: argparse.Namespace,
+    chosen: Sequence[Variant],
+    model: str,
+    report: Report,
+    prepare: Callable[[Variant, Client], None],
+) -> Iterator[tuple[Variant, Client]]:
+    """Start a server per variant, prepare each, then let them run one at a time, all in every round of
+    `arguments.rounds`; the others stand still, so that slow drifts of the machine hit all alike. Another one goes first
+    in every round: none always follows the same one."""
+    with standing_by(arguments, chosen, model, report, prepare) as (servers, progress):
         task = progress.add_task("rounds", total=arguments.rounds)
         for number in range(arguments.rounds):
             for position in range(len(chosen)):

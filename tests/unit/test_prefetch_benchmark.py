@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.prefetch import fetching
+from benchmarks.turns import speedup
 
 
 def test_working_sets_that_extends_bring_in_are_left_out() -> None:
@@ -22,3 +23,11 @@ def test_working_sets_that_extends_bring_in_are_left_out() -> None:
     cost = fetching(before, workers)
     assert (cost["pieces_per_step"], cost["rank_ms_per_step"]) == pytest.approx((38, 0.8))
     assert (cost["dropped_per_step"], cost["worker_ms_per_step"]) == pytest.approx((2, 3.0))
+
+
+def test_speedup_is_that_of_the_middle_pair() -> None:
+    """By hand: 1.1, 0.9 and 1.05, with a mean of 3.05 / 3 and deviations of 0.0833, -0.1167 and 0.0333 from it."""
+    result = speedup([(110, 100), (90, 100), (210, 200)])
+    assert result["median"] == pytest.approx(1.05)
+    deviation = ((0.08333**2 + 0.11667**2 + 0.03333**2) / 2) ** 0.5
+    assert result["standard_error"] == pytest.approx(deviation * (3.14159265 / 2 / 3) ** 0.5, rel=1e-3)

@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 
 from oasis_sglang.memory_pool.prefetch.lifeline import die_with
-
-# A quarter of a core where a thread of the rank process wants the same one; copies take a few hundredths.
-NICENESS = 5
-
-
-def give_way() -> None:
-    """Let the rank process go first. Its threads wait for each other many times a step, so one that is interrupted
-    stops all, while copies are wanted in the next step only: as `SCHED_BATCH` a worker interrupts nobody when a plan
-    wakes it. With a core to spare neither costs anything. More niceness could: on a busy core plans would wait for
-    whole steps."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        os.nice(NICENESS)
-    except OSError:  # a sandbox may forbid it, and a worker is as good at any priority
-        return
 
 
 def main(argument: str) -> None:
@@ -30,7 +14,6 @@ def main(argument: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Before the imports, which take long enough for a parent to die in.
     die_with(json.loads(argument)["parent"])
-    give_way()
 
     import logging
 
