@@ -7,6 +7,7 @@ working_set.py   which logical page each device page holds, per request, layer a
 transfer.py      copies pieces of pages from the host pool into the device pool
 tier.py          the five above as one object with the operations a forward pass needs
 device_pool.py   the device pages as a SGLang KV pool
+huge_pages.py    mappings that the processor can translate 2 MiB at a time
 shared_memory.py memory that worker processes can map: the host pool's
 prefetch/        worker processes that copy pieces through shared memory while the rank process computes
 """

@@ -100,9 +100,10 @@ class OasisKVPool(HndPool):
         return workers
 
     def _storage(self, nbytes: int) -> torch.Tensor:
-        if not self.setup.config.workers:
+        if torch.device(self.device).type != "cpu":
             return super()._storage(nbytes)
         self._shared = SharedMemory.create("oasis-device-pool", nbytes)
+        self._shared.use_huge_pages()
         return self._shared.tensor(torch.uint8)
 
     def buffer_tokens(self) -> int:

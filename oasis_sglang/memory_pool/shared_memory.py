@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 
 import torch
+
+from oasis_sglang.memory_pool.huge_pages import collapse, map_file
 
 
 class SharedMemory:
@@ -16,7 +18,7 @@ class SharedMemory:
     written; until then they read as zeros.
     """
 
-    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+    def __init__(self, fd: int, memory: ctypes.Array[ctypes.c_char]) -> None:
         self._fd = fd
         self._map = memory
         self._pinned = False
@@ -33,7 +35,7 @@ class SharedMemory:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
-            return cls(fd, mmap.mmap(fd, nbytes))
+            return cls(fd, map_file(fd, nbytes))
         except BaseException:
             os.close(fd)
             raise
@@ -46,6 +48,10 @@ class SharedMemory:
     @property
     def nbytes(self) -> int:
         return len(self._map)
+
+    def use_huge_pages(self) -> bool:
+        """See `huge_pages.collapse`. All of the memory is taken then."""
+        return collapse(self._map)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it as one flat tensor."""
@@ -67,5 +73,5 @@ class SharedMemory:
         """Give the memory back, once the last tensor over it is gone too."""
         if self._pinned:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.tensor(torch.uint8).data_ptr()))
-        del self._map  # not closed: torch takes no hold of the mapping, and a tensor left over would crash the process
+        del self._map  # unmapped with the last tensor over it
         os.close(self._fd)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 
 import numpy as np
+
+from oasis_sglang.memory_pool.huge_pages import map_file
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,10 @@ class PieceCopy:
         check_layout(source_fd, target_fd, width=width, value_stride=value_stride)
         self.width = width
         self.value_stride = value_stride
-        source = mmap.mmap(source_fd, 0, prot=mmap.PROT_READ)
-        target = mmap.mmap(target_fd, 0)
-        self._source = np.frombuffer(source, dtype=np.uint8).reshape(-1, 2, width)
-        self._target = np.frombuffer(target, dtype=np.uint8).reshape(-1, width)
+        source = map_file(source_fd, os.fstat(source_fd).st_size, writable=False)
+        target = map_file(target_fd, os.fstat(target_fd).st_size)
+        self._source = np.frombuffer(memoryview(source), dtype=np.uint8).reshape(-1, 2, width)
+        self._target = np.frombuffer(memoryview(target), dtype=np.uint8).reshape(-1, width)
         self._addresses = self._source.ctypes.data, self._target.ctypes.data
         self._function = _load(library) if library else None
 
