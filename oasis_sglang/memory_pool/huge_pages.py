@@ -51,8 +51,8 @@ def map_file(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[cty
 
 def collapse(buffer: ctypes.Array[ctypes.c_char]) -> bool:
     """Have the kernel put a new, writable mapping into huge pages, all of it at once, which takes less time than
-    filling it bit by bit. False where it cannot: older than Linux 6.1, no room in one piece, or smaller than such a page.
-    Nothing is lost then but speed."""
+    filling it bit by bit. False where it cannot (older than Linux 6.1, no room in one piece, smaller than such a page):
+    nothing is lost then but speed."""
     whole = len(buffer) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     for start in range(0, whole, HUGE_PAGE_BYTES):
         buffer[start] = b"\0"  # it takes no range of which nothing is there
