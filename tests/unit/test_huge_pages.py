@@ -60,6 +60,6 @@ def test_what_has_no_room_for_one_stays_as_it_is(fd: int) -> None:
 def test_what_cannot_be_mapped_is_an_error(fd: int) -> None:
     before = Path("/proc/self/maps").read_text().count("\n")
     for number, nbytes in ((fd, 0), (fd, 1 << 62), (1 << 20, 4096)):
-        with pytest.raises(OSError, match="mapped|memory|descriptor"):
+        with pytest.raises(OSError, match=r"mapped|memory|descriptor"):
             map_file(number, nbytes)
     assert Path("/proc/self/maps").read_text().count("\n") == before
