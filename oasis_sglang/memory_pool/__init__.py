@@ -8,6 +8,6 @@ transfer.py      copies pieces of pages from the host pool into the device pool
 tier.py          the five above as one object with the operations a forward pass needs
 device_pool.py   the device pages as a SGLang KV pool
 huge_pages.py    mappings that the processor can translate 2 MiB at a time
-shared_memory.py memory that worker processes can map: the host pool's
+shared_memory.py memory that worker processes can map: both pools' on the CPU, the host pool's on a GPU
 prefetch/        worker processes that copy pieces through shared memory while the rank process computes
 """

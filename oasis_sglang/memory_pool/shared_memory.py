@@ -49,9 +49,9 @@ class SharedMemory:
     def nbytes(self) -> int:
         return len(self._map)
 
-    def use_huge_pages(self) -> bool:
-        """See `huge_pages.collapse`. All of the memory is taken then."""
-        return collapse(self._map)
+    def use_huge_pages(self) -> None:
+        """Where the kernel can; see `huge_pages.collapse`. All of the memory is taken at once then. For new memory."""
+        collapse(self._map)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it as one flat tensor."""

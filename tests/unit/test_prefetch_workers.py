@@ -280,8 +280,7 @@ def test_the_worker_runs_the_package_of_its_parent(tmp_path: Path, monkeypatch: 
 
 
 def test_a_worker_has_the_priority_of_the_rank_process() -> None:
-    """A lower one makes it slower than copying inline where the step's threads keep every core busy, since they wait
-    actively; and the pages that it brings late cost more than an interruption."""
+    """A lower one makes steps slower where their threads keep every core busy, since those wait actively."""
     with Rig() as rig:
         assert os.sched_getscheduler(rig.pid()) == os.sched_getscheduler(0)
         assert os.getpriority(os.PRIO_PROCESS, rig.pid()) == os.getpriority(os.PRIO_PROCESS, 0)
